@@ -46,6 +46,7 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
     "Roberta": _SMALL_ROBERTA,
     "XLMRoberta": {**_SMALL_ROBERTA, "type_vocab_size": 1},
     "Camembert": _SMALL_ROBERTA,
+    "JinaEmbeddingsV3": {**SMALL, "type_vocab_size": 1, "pad_token_id": 4},
     "DistilBert": {
         "dim": 24,
         "n_layers": 2,
@@ -74,6 +75,13 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
         "position_buckets": 16,
         "norm_rel_ebd": "layer_norm",
         "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+    },
+    # after the longer name
+    "Deberta": {
+        **SMALL,
+        "relative_attention": True,
         "pos_att_type": "p2c|c2p",
         "position_biased_input": False,
     },

@@ -43,6 +43,7 @@ class CheckpointSettings(TypedDict):
     """The settings that decide what a checkpoint is read as."""
 
     ignore_config_fields: tuple[str, ...]
+    adapter: str
     rerank_form: RerankForm
 
 
@@ -134,7 +135,15 @@ class EngineConfig:
         pattern=r"[^\s,\"\\]+(, ?[^\s,\"\\]+)*",
         allowed_text="none, or names separated by commas",
     )
-
+    adapter: str = parameter_field(
+        "none",
+        "The task adapter of the checkpoint that is merged into its weights when it is loaded, by its name in"
+        " `lora_adaptations` of config.json. `none` leaves the weights as they are. Each task is a model of its own.",
+        when="Set it for jina-embeddings-v3, such as `retrieval.query` and `retrieval.passage`; requests choose the"
+        " prompt of the same name.",
+        pattern=r"[^\s,\"\\]+",
+        allowed_text="none, or the name of an adapter",
+    )
     rerank_form: RerankForm = parameter_field(
         "auto",
         "How a `…ForCausalLM` that answers in words ranks pairs, for copies whose files do not say it: texts around a"
@@ -460,6 +469,7 @@ class EngineConfig:
         names = () if self.ignore_config_fields == "none" else self.ignore_config_fields.split(",")
         return {
             "ignore_config_fields": tuple(name.strip() for name in names),
+            "adapter": self.adapter,
             "rerank_form": self.rerank_form,
         }
 

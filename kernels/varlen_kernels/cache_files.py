@@ -191,7 +191,6 @@ class CacheFolder:
         """Hold a lock, a file that stays and that no other user can open.
 
         Args:
-            name: name of the file.
             seconds: longest time to wait for it.
             report: function that gets a message if it has to wait, with the process that holds the lock.
 
@@ -358,7 +357,6 @@ def folder_lock(
     """Hold a lock on a folder that is no cache, whoever may open it.
 
     Args:
-        folder: the folder.
         seconds, report: see `CacheFolder.lock`.
 
     Raises:
@@ -380,7 +378,6 @@ def held(
     """Hold the lock of an open file or folder; see `CacheFolder.lock`.
 
     Args:
-        descriptor: the open file or folder.
         name: its name in messages.
         seconds, report: see `CacheFolder.lock`.
 

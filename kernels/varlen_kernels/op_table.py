@@ -194,14 +194,14 @@ STEP_BEAMS = Function(
 )
 _FOLLOW_BEAMS = Function(
     "follow_beams",
-    "searches:int32 places:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
+    "searches:int32 beam_slots:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
     " parents=int32 tokens=int32 token_ids=ids block_ids=ids slots=int64_vector copies=int32"
     " block_size:whole",
     work_of_rows(0, 0),
 )
 _ADVANCE_SEARCHES = Function(
     "advance_searches",
-    "found_tokens:int32 logprobs:fp32 searches:int32 places:ids divisors:fp32 ends:ids"
+    "found_tokens:int32 logprobs:fp32 searches:int32 beam_slots:ids divisors:fp32 ends:ids"
     " parents=int32 tokens=int32 scores=fp32 answers=of_beams answer_scores=fp32 num_answers=int32"
     " heads=ids out_ends=int32 out_beams=int32 out_scores=fp32_vector",
     work_of_rows(2, 0),
@@ -484,6 +484,10 @@ _ROWS = (
     Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
     Op(reference.pool, lambda a: [(_of_sequences(a), torch.float32)], "fused"),
     Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
+    Op(
+        reference.window_rows,
+        lambda a: [((a["x"].shape[0], a["size"] * a["x"].shape[1]), a["x"].dtype)],
+    ),
     Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)]),
     Op(reference.concat, _joined),
     Op(reference.normalize_rows, _like("x")),

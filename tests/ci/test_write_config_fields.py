@@ -7,12 +7,12 @@ import transformers
 
 from tests.ci.scripts import load_script
 from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
-from varlen.models.registry import ENCODERS_OF_PAIRS, FAMILIES
+from varlen.models.registry import ENCODERS_BY_NAME, FAMILIES
 
 write_config_fields = load_script("write_config_fields")
 
 RULES = {name: family.fields for name, family in FAMILIES.items()} | {
-    "T5EncoderModel": ENCODERS_OF_PAIRS["T5EncoderModel"].fields
+    "T5EncoderModel": ENCODERS_BY_NAME["T5EncoderModel"].fields
 }
 # Fields that no release reads: fields of sentence-transformers, and fields that the families' first releases read.
 OWN_FIELDS = frozenset(

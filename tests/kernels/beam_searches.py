@@ -15,11 +15,11 @@ from varlen_kernels.reference.beam_search import (
     SearchState,
 )
 
-MOST_BEAMS, MOST_PLACES, MOST_BLOCKS, BLOCK_SIZE = 5, 24, 6, 2
+MOST_BEAMS, MOST_SLOTS, MOST_BLOCKS, BLOCK_SIZE = 5, 24, 6, 2
 
 
 def new_state(device):
-    return SearchState.new(MOST_PLACES, MOST_BLOCKS, torch.device(device))
+    return SearchState.new(MOST_SLOTS, MOST_BLOCKS, torch.device(device))
 
 
 def ints(rows, *shape):
@@ -39,7 +39,7 @@ class Searches:
         searches = self.rng.randint(1, 4)
         self.beams = [self.rng.randint(1, MOST_BEAMS) for _ in range(searches)]
         # in any order
-        self.places = ints(self.rng.sample(range(MOST_PLACES), sum(self.beams)), -1)
+        self.beam_slots = ints(self.rng.sample(range(MOST_SLOTS), sum(self.beams)), -1)
         self.vocabulary = self.rng.randint(1, 9)
         self.prompt = self.rng.randint(1, 3)
         self.last = self.rng.randint(1, 8)
@@ -91,7 +91,7 @@ class Searches:
             divisors += [self.rng.uniform(0.5, 3), self.rng.uniform(0.5, 3)]
             first_row += num_rows
         searches = ints(rows, len(self.beams), -1)
-        return found, searches, self.places, torch.tensor(divisors).view(-1, 2), ints(ends, -1)
+        return found, searches, self.beam_slots, torch.tensor(divisors).view(-1, 2), ints(ends, -1)
 
     def right(self, found, searches, _, divisors, ends):
         """Return what each search has chosen: live beams, answers, and whether it has ended."""
@@ -154,7 +154,7 @@ class Searches:
             given[own] = ints([each[1:] for each in self.live[place]], -1, 2)
         return (
             ints(searches, -1, FOLLOW_COLUMNS),
-            self.places,
+            self.beam_slots,
             given,
             torch.zeros(total, dtype=torch.int32),
             torch.full((total,), position + 1, dtype=torch.int32),

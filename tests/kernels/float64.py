@@ -27,6 +27,27 @@ def bounds_of(lengths):
     return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
 
 
+def assert_out_is_overwritten(call):
+    """Assert that an op fills an output of NaN with the bits of a fresh one, given a call of it."""
+    fresh = call(None)
+    out = torch.full_like(fresh, torch.nan)
+
+    returned = call(out)
+
+    assert returned.data_ptr() == out.data_ptr()
+    assert torch.equal(out, fresh)
+
+
+def assert_same_bits_alone(attend, qkv, lengths):
+    """Assert that each sequence alone has the bits that it has among the others."""
+    together = attend(qkv, bounds_of(lengths))
+    begin = 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        assert torch.equal(attend(qkv[rows], bounds_of([length])), together[rows])
+        begin += length
+
+
 def check(actual, expected, dtype=torch.float32):
     assert_close(actual, expected, roundings=ROUNDINGS[dtype], dtype=dtype)
 

@@ -7,7 +7,7 @@ from varlen_kernels.reference.logit_edits import (
     EDIT_COLUMNS,
     KEPT,
     NO_BIAS,
-    NO_PLACE,
+    NO_SLOT,
     UNSEEN,
     EditLists,
     EditState,
@@ -15,7 +15,7 @@ from varlen_kernels.reference.logit_edits import (
 
 
 class EditedSequences:
-    """Sequences with random edits, each with a place of its own but perhaps one.
+    """Sequences with random edits, each with a slot of its own but perhaps one.
 
     Attributes:
         vocabulary: number of tokens.
@@ -26,8 +26,8 @@ class EditedSequences:
         self.rng = rng = np.random.default_rng(seed)
         self.vocabulary, self.count = vocabulary, count
         self.answers = [[] for _ in range(count)]
-        self.places = rng.permutation(count + 2)[:count].tolist()
-        self.places[0] = self.places[0] if seed % 3 else NO_PLACE
+        self.slots = rng.permutation(count + 2)[:count].tolist()
+        self.slots[0] = self.slots[0] if seed % 3 else NO_SLOT
         self.lists, self.bans, self.penalties = [], [], []
         for _ in range(count):
             size = int(rng.integers(0, min(vocabulary, longest) + 1))
@@ -40,7 +40,7 @@ class EditedSequences:
             self.penalties.append([float(rng.choice(each)) for each in penalties])
 
     def state(self, device, extra=0):
-        """Return places for the lists, with numbers that nothing may read."""
+        """Return slots for the lists, with numbers that nothing may read."""
         state = EditState.new(self.count + 2, self.vocabulary + extra, torch.device(device))
         for each in state:
             each.fill_(torch.nan if each.is_floating_point() else 1 << 30)
@@ -50,7 +50,7 @@ class EditedSequences:
         """Return the arguments of a step, without the state.
 
         Args:
-            begins: whether the host sends each list, with the tokens of its answer so far; the others have a place.
+            begins: whether the host sends each list, with the tokens of its answer so far; the others have a slot.
         """
         order = self.rng.permutation(self.count).tolist()
         token_ids = self.rng.integers(0, self.vocabulary, self.count + 3).astype(np.int32)
@@ -58,8 +58,8 @@ class EditedSequences:
         rows, begun, end = [], [], 0
         for each in order:
             is_added = bool(self.rng.random() < 0.8)
-            row = [each, self.places[each], is_added, self.bans[each], KEPT, KEPT]
-            if begins[each] or self.places[each] == NO_PLACE:
+            row = [each, self.slots[each], is_added, self.bans[each], KEPT, KEPT]
+            if begins[each] or self.slots[each] == NO_SLOT:
                 begun.append(self.current_list(each))
                 row[4:], end = [end, end + len(begun[-1][0])], end + len(begun[-1][0])
             rows.append(row)

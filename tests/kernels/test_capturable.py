@@ -25,6 +25,7 @@ def arguments(dtype):
         "select_rows": (x, torch.empty(3, dtype=torch.int32, device="meta")),
         "tanh": (x,),
         "to_fp32": (x,),
+        "window_rows": (x, torch.empty(4, dtype=torch.int32, device="meta")),
         "top_terms": (x, torch.empty(12, 3000, dtype=dtype, device="meta"), x.new_empty(3000)),
     }
 
@@ -33,8 +34,8 @@ def arguments(dtype):
 @pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
 def test_reads_no_element_on_the_host(name, has_out):
     op, args = getattr(fused, name), arguments(torch.bfloat16)[name]
-    if name == "top_terms":
-        op = partial(op, count=5)
+    attributes = {"top_terms": {"count": 5}, "window_rows": {"size": 3}}
+    op = partial(op, **attributes.get(name, {}))
     result = op(*args)
 
     if has_out:

@@ -11,10 +11,15 @@ from .serving import add_model
 
 pytestmark = pytest.mark.full
 
-KINDS = {"translator": "MarianMTModel", "writer": "GPT2LMHeadModel"}
+KINDS = {
+    "translator": "MarianMTModel",
+    "writer": "GPT2LMHeadModel",
+    "gemma": "Gemma3ForCausalLM",
+}
 SETTINGS = {
     "translator": {"dtype": "int8", "device": "cpu"},
     "writer": {"dtype": "int4", "device": "cpu"},
+    "gemma": {"dtype": "int8", "device": "cpu"},
 }
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
 SEARCH = {"max_tokens": 20, "num_beams": 3}

@@ -440,6 +440,7 @@ def test_whatever_comes_is_answered_once(stream, policy, trigger, execution, wor
     assert all(outcome.end >= outcome.arrival.at for outcome in run.outcomes)
 
 
+@pytest.mark.full
 def test_the_most_within_a_latency_is_where_latency_passes_it():
     load, policy = study(1500), config("token_budget")
 
@@ -449,6 +450,7 @@ def test_the_most_within_a_latency_is_where_latency_passes_it():
     assert below.p99 <= 0.3 < above.p99
 
 
+@pytest.mark.full
 def test_the_command_prints_and_writes_every_policy(tmp_path):
     trace, table = tmp_path / "trace.csv", tmp_path / "results.csv"
     trace.write_text("tokens\n" + "\n".join(map(str, range(5, 500, 5))))
@@ -467,6 +469,7 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
     assert [row.split(",")[0] for row in rows] == ["token_budget", "dp"]
 
 
+@pytest.mark.full
 def test_the_grid_compares_policies_in_every_cell(tmp_path):
     table = tmp_path / "grid.csv"
 

@@ -193,6 +193,7 @@ def test_a_full_load_is_about_what_is_served_at_overload():
     assert result.kept_up < 0.6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limits", [{"ttft": 0.5, "token": 0.2}, {"ttft": 5.0, "token": 0.06}])
 def test_the_highest_rate_is_where_a_limit_is_passed(limits):
     load = study(100)
@@ -234,6 +235,7 @@ def test_costs_of_a_model_are_measured(tmp_path):
     assert error >= 0
 
 
+@pytest.mark.full
 def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     trace, table = tmp_path / "trace.csv", tmp_path / "results.csv"
     times = (f"2023-11-16 18:15:{second:02}.6805900" for second in range(60))

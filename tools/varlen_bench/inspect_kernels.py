@@ -64,7 +64,6 @@ def problems(
     """Return one line per exceeded limit of a call's kernels.
 
     Args:
-        codes: the kernels of the call.
         ceilings: ceilings by figure. A kernel must have a ceiling of registers; without others it is not checked.
     """
     codes = list(codes)

@@ -25,7 +25,7 @@ from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
-from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
@@ -140,7 +140,7 @@ def _check_source(source: str) -> None:
     if source and folder.is_dir():
         with _refusing(CheckpointError):
             check_is_transformer(folder)
-        if not has_file(folder, "config.json"):
+        if not has_checkpoint(folder):
             # also snapshots in the hub's cache
             inside = [
                 path for each in ("*", "snapshots/*") for path in folder.glob(f"{each}/config.json")
@@ -195,7 +195,7 @@ def default_name(source: str) -> str:
 def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
     if force or not target.exists():
         return
-    if (target / VERSION / "config.json").exists():
+    if has_checkpoint(target / VERSION):
         raise FetchError(f"{target} holds a checkpoint already; --force replaces it")
     if has_settings and (target / "config.pbtxt").exists():
         raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")
@@ -400,7 +400,7 @@ def _module_folders(source: Path) -> list[str]:
         locate(source, "modules.json")
     try:
         modules = read_json(source, "modules.json")
-        names = [str(module["path"]) for module in modules if module["path"]]
+        names = [str(module["path"]) for module in modules if module["path"] not in ("", ".")]
     except (CheckpointError, KeyError, TypeError):
         return []
     for name in names:

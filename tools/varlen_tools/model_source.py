@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import read_text
-from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
 
 _CONFIG = "config.pbtxt"
@@ -60,7 +60,7 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
     if (folder / _CONFIG).is_file():
         config = EngineConfig.from_parameters({**_parameters(folder), **settings})
         return ModelSource(resolved.name, _latest_version(folder), config)
-    if not (folder / "config.json").is_file():
+    if not has_checkpoint(folder):
         check_is_transformer(folder)
         raise CheckpointError(f"{folder} has neither {_CONFIG} nor config.json")
     # a checkpoint in a repository is a numbered version

@@ -20,7 +20,7 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
-from varlen.models.checkpoint.files import read_bytes
+from varlen.models.checkpoint.files import has_file, read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.rank import ALONE, Rank
@@ -57,7 +57,10 @@ def checkpoint_hash(folder: Path) -> str:
         CheckpointError: there are no safetensors files.
         OSError: one cannot be read.
     """
-    digest = hashlib.sha256(read_bytes(folder, "config.json"))
+    digest = hashlib.sha256()
+    # static embeddings may have none
+    if has_file(folder, "config.json"):
+        digest.update(read_bytes(folder, "config.json"))
     for shard in shards(folder):
         path = locate_weights(folder, shard.name)
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """The values that stages of a pipeline hand over, in memory of both.
 
-There are as many places as batches may be in flight. A batch has its place until all stages have run it, so nothing
+There are as many slots as batches may be in flight. A batch has its slot until all stages have run it, so nothing
 waits for a free one.
 """
 
@@ -25,18 +25,18 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The values of one cut, for one place after another.
+    """The values of one cut, for one slot after another.
 
     Attributes:
-        memory: `[places, bytes]` uint8.
-        offsets: first byte of each value in a place, by program and name.
+        memory: `[slots, bytes]` uint8.
+        offsets: first byte of each value in a slot, by program and name.
     """
 
     memory: Tensor
     offsets: Mapping[tuple[int, str], int]
 
     def tensors(
-        self, program: int, values: Sequence[Value], place: int, dims: Dims
+        self, program: int, values: Sequence[Value], slot: int, dims: Dims
     ) -> dict[str, Tensor]:
         """Return values of a batch by name."""
         found = {}
@@ -44,7 +44,7 @@ class _Cut:
             begin, shape = self.offsets[program, value.name], value.at(dims)
             size = torch.Size(shape).numel() * value.dtype.itemsize
             found[value.name] = (
-                self.memory[place, begin : begin + size].view(value.dtype).view(shape)
+                self.memory[slot, begin : begin + size].view(value.dtype).view(shape)
             )
         return found
 
@@ -53,20 +53,20 @@ class Handoffs:
     """The values that one stage receives and sends.
 
     Attributes:
-        place: the place of the batch that runs.
+        slot: the slot of the batch that runs.
     """
 
-    def __init__(self, received: int | None, sent: int | None, *, places: int) -> None:
+    def __init__(self, received: int | None, sent: int | None, *, slots: int) -> None:
         """Take memory whose size is not known yet.
 
         Args:
             received: file descriptor of the memory that the stage before writes, if there is one.
             sent: file descriptor of the memory that this stage writes, unless it is the last.
-            places: batches that may be in flight.
+            slots: batches that may be in flight.
         """
-        self.place = 0
+        self.slot = 0
         self._files = received, sent
-        self._places = places
+        self._slots = slots
         self._parts: Sequence[StageProgram] = ()
         self._received: _Cut | None = None
         self._sent: _Cut | None = None
@@ -84,8 +84,8 @@ class Handoffs:
         self._sent = self._map(sent, [part.sent for part in parts], largest)
 
     def next(self) -> None:
-        """Go on to the place of the next batch."""
-        self.place = (self.place + 1) % self._places
+        """Go on to the slot of the next batch."""
+        self.slot = (self.slot + 1) % self._slots
 
     def received_names(self, program: int) -> set[str]:
         """Return the names of what the stage before writes for a program, given its number."""
@@ -100,13 +100,13 @@ class Handoffs:
         """
         if self._received is None:
             return {}
-        return self._received.tensors(program, self._parts[program].received, self.place, dims)
+        return self._received.tensors(program, self._parts[program].received, self.slot, dims)
 
     def sent(self, program: int, dims: Dims) -> dict[str, Tensor]:
         """Return where this stage writes what the next one gets; see `received`."""
         if self._sent is None:
             return {}
-        return self._sent.tensors(program, self._parts[program].sent, self.place, dims)
+        return self._sent.tensors(program, self._parts[program].sent, self.slot, dims)
 
     def pass_on(
         self, program: int, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]
@@ -128,7 +128,7 @@ class Handoffs:
                 offsets[program, value.name] = end
                 end += -(-value.nbytes.at(dims) // _ALIGNMENT) * _ALIGNMENT
         # the other stage maps as much
-        os.ftruncate(file, max(mmap.PAGESIZE, self._places * end))
+        os.ftruncate(file, max(mmap.PAGESIZE, self._slots * end))
         memory = torch.frombuffer(map_shared(file), dtype=torch.uint8)
         os.close(file)
-        return _Cut(memory[: self._places * end].view(self._places, end), offsets)
+        return _Cut(memory[: self._slots * end].view(self._slots, end), offsets)

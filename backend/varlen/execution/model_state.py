@@ -355,12 +355,12 @@ class Decoder:
     def run_part(self, step: PackedStep) -> Tensor:
         """Run this process's part of a step on a CPU; return the logits.
 
-        The leader has them, until the next step with this place.
+        The leader has them, until the next step with this slot.
         """
         assert isinstance(self.steps, CpuSteps)
         with self._link.running(step):
             self._before(step)
-            return self.steps.run(step.inputs, step_dims(step.inputs), step.place)
+            return self.steps.run(step.inputs, step_dims(step.inputs), step.slot)
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as arrays; see `StepDevice`."""

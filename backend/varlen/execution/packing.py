@@ -83,28 +83,28 @@ class InputLayout:
 
     Attributes:
         num_bytes: size of the buffer.
-        places: each input, its shape, and its bytes in the buffer.
+        parts: each input, its shape, and its bytes in the buffer.
     """
 
     num_bytes: int
-    places: tuple[tuple[Value, tuple[int, ...], slice], ...]
+    parts: tuple[tuple[Value, tuple[int, ...], slice], ...]
 
     @classmethod
     def of(cls, inputs: Sequence[Value], dims: Dims) -> InputLayout:
         """Return the layout of inputs, as a program declares them, of such a batch."""
-        places, begin = [], 0
+        parts, begin = [], 0
         for value in inputs:
             shape = value.at(dims)
             end = begin + prod(shape) * value.dtype.itemsize
-            places.append((value, shape, slice(begin, end)))
+            parts.append((value, shape, slice(begin, end)))
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return cls(begin, tuple(places))
+        return cls(begin, tuple(parts))
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the inputs by name, as views of a buffer: `[bytes]` uint8, at least `num_bytes`."""
         return {
             value.name: buffer[part].view(value.dtype).view(shape)
-            for value, shape, part in self.places
+            for value, shape, part in self.parts
         }
 
 
@@ -256,7 +256,7 @@ class PackedStep:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
         inputs: inputs of the decoder.
-        order: its number, the number of the step that it needs, or -1, and the place of its logits.
+        order: its number, the number of the step that it needs, or -1, and the slot of its logits.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
@@ -289,13 +289,13 @@ class PackedStep:
         return None if after == _NO_STEP else after
 
     @property
-    def place(self) -> int:
+    def slot(self) -> int:
         """Index of its logits among the logits of steps in flight."""
         return int(self.order[2])
 
-    def keep_logits(self, place: int) -> None:
-        """Set the place of its logits."""
-        self.order[2] = place
+    def keep_logits(self, slot: int) -> None:
+        """Set the slot of its logits."""
+        self.order[2] = slot
 
     def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
         """Set the tokens that the step before has chosen.
@@ -531,18 +531,18 @@ def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     if not any(each.beams for each in chunks):
         return {}
     rows: list[tuple[int, ...]] = []
-    places: list[int] = []
+    beam_slots: list[int] = []
     row = 0
     for each in chunks:
         if each.beams:
-            rows.append((row, each.beams, each.num_generated, len(places)))
-            places += each.beam_slots
+            rows.append((row, each.beams, each.num_generated, len(beam_slots)))
+            beam_slots += each.beam_slots
         # a chunk of several tokens comes after all beams
         row += each.beams or 1
     return {
         "searches": np.array(rows, np.int32),
-        "places": np.array(places, np.int32),
-        "given": np.full((len(places), 2), NOT_GIVEN, np.int32),
+        "beam_slots": np.array(beam_slots, np.int32),
+        "given": np.full((len(beam_slots), 2), NOT_GIVEN, np.int32),
     }
 
 
@@ -555,7 +555,7 @@ def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
     banned: list[Int32Array] = []
     logit_rows: list[int] = []
     divisors: list[tuple[float, float]] = []
-    places: list[int] = []
+    beam_slots: list[int] = []
     rules, logit_row, row, width = iter(plan.searches), 0, 0, 0
     for each in chunks:
         count = each.num_logit_rows
@@ -564,9 +564,9 @@ def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
             forced = NO_TOKEN if own.forced is None else own.forced
             of_ends = len(ends), len(ends) + len(own.end_ids)
             length = each.num_generated + 1
-            beams = len(places)
+            beams = len(beam_slots)
             rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
-            places += each.beam_slots
+            beam_slots += each.beam_slots
             ends += own.end_ids
             divisors.append((own.divisor, own.best_divisor))
             logit_rows += range(logit_row, logit_row + count)
@@ -578,14 +578,14 @@ def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
     width = min(-(-width // _WIDTHS) * _WIDTHS, MAX_WIDTH)
     return {
         "searches": np.array(rows, np.int32),
-        "places": np.array(places, np.int32),
+        "beam_slots": np.array(beam_slots, np.int32),
         # fp32 holds no larger ones, and none may be 0
         "divisors": np.clip(np.array(divisors), _LEAST_DIVISOR, _LARGEST).astype(np.float32),
         "ends": np.array(ends, np.int32),
         "rows": np.array(logit_rows, np.int32),
         "banned_rows": np.repeat(np.arange(row, dtype=np.int32), sizes),
         "banned_tokens": np.concatenate(banned),
-        "sizes": np.array([width, len(places), plan.renormalizes], np.int32),
+        "sizes": np.array([width, len(beam_slots), plan.renormalizes], np.int32),
     }
 
 

@@ -119,7 +119,7 @@ class DeviceSearches:
         self._kernels.follow_beams(
             self._state,
             beams["searches"],
-            beams["places"],
+            beams["beam_slots"],
             beams["given"],
             inputs["token_ids"],
             # every program that reads KV blocks has them; not all have positions
@@ -157,7 +157,7 @@ class DeviceSearches:
         self._kernels.advance_searches(
             found,
             on_device["searches"],
-            on_device["places"],
+            on_device["beam_slots"],
             on_device["divisors"],
             on_device["ends"],
             self._state,

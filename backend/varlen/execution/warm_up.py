@@ -32,7 +32,7 @@ from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, 
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws, Edits, SearchRules
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen_kernels.reference.logit_edits import NO_PLACE
+from varlen_kernels.reference.logit_edits import NO_SLOT
 
 if TYPE_CHECKING:
     from varlen.execution.runner import Runner
@@ -238,8 +238,8 @@ def _chunk(runner: Runner, length: int, source: int, options: GenerationOptions 
 def _choosing(chunk: Chunk) -> Chunk:
     """Return a chunk that chooses what follows it."""
     sequence = chunk.sequence
-    places = tuple(range(sequence.generation.num_beams)) if sequence.is_searched else ()
-    return chunk._replace(samples=(sequence,), beam_slots=places)
+    slots = tuple(range(sequence.generation.num_beams)) if sequence.is_searched else ()
+    return chunk._replace(samples=(sequence,), beam_slots=slots)
 
 
 def _beams_after(runner: Runner, prompt: Chunk) -> list[Chunk]:
@@ -269,9 +269,9 @@ def _searched(rows: int) -> tuple[GenerationOptions, GenerationOptions]:
 
 
 def _edits() -> Edits:
-    """Return the edits of one row, whose list begins and has no place."""
+    """Return the edits of one row, whose list begins and has no slot."""
     ids = np.zeros(1, np.int32)
-    rows = np.array([[0, NO_PLACE, 0, 0, 0, 1]], np.int32)
+    rows = np.array([[0, NO_SLOT, 0, 0, 0, 1]], np.int32)
     return Edits(rows, np.ones((1, 3), np.float32), ids, ids, np.zeros(1, np.float32))
 
 

@@ -28,6 +28,7 @@ class ModelSettings(TypedDict, total=False):
     dtype: DType
     threads: int
     ignore_config_fields: str
+    adapter: str
     max_sequence_tokens: int | None
 
 

@@ -104,6 +104,7 @@ class Tokenizer:
         max_sequence_tokens: int,
         *,
         has_types: bool = True,
+        adds_special_tokens: bool = True,
         side: TruncationSide = "right",
         prefixes: Sequence[str] = (),
     ) -> None:
@@ -112,6 +113,7 @@ class Tokenizer:
         Args:
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
+            adds_special_tokens: whether the special tokens of `tokenizer.json` are added to texts.
             side: side on which texts are cut where a request names none.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
 
@@ -119,6 +121,8 @@ class Tokenizer:
             CheckpointError: the file cannot be read.
         """
         self._whole = _load(folder)
+        if not adds_special_tokens:
+            self._whole.post_processor = None
         _add_prefixes(self._whole, prefixes)
         self._has_types = has_types
         self.side: TruncationSide = side

@@ -11,6 +11,7 @@ from pathlib import Path
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
     check_ignored,
@@ -21,6 +22,7 @@ from varlen.models.checkpoint.config_fields import (
 )
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
 from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_forms import check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer
@@ -37,6 +39,7 @@ from varlen.models.checkpoint.logit_score import (
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_tokenizer_settings
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
@@ -64,6 +67,7 @@ class Checkpoint:
     Attributes:
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
+        adapter: the adapter for a task that is merged into its weights; None for none.
         architecture: name of its class in transformers.
         task: the task of its modules, else the task of its head.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
@@ -96,6 +100,7 @@ class Checkpoint:
     folder: Path
     config: Json
     ignored: IgnoredFields
+    adapter: Adapter | None
     architecture: str
     task: Task
     pooling: tuple[Pooling, ...]
@@ -130,12 +135,14 @@ class Checkpoint:
         folder: str | Path,
         *,
         ignore_config_fields: Collection[str] = (),
+        adapter: str = NO_ADAPTER,
         rerank_form: RerankForm = "auto",
     ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
 
         Args:
             ignore_config_fields: fields of config.json that the owner leaves out.
+            adapter: name of the adapter that is merged into its weights.
             rerank_form: form of the pairs of a language model that ranks.
 
         Raises:
@@ -144,14 +151,28 @@ class Checkpoint:
         folder = Path(folder)
         check_is_folder(folder)
         check_is_transformer(folder)
-        config, ignored = _read_config(folder, ignore_config_fields)
+        static = static_folder(folder)
+        if static is None:
+            config, ignored = _read_config(folder, ignore_config_fields)
+        else:
+            config, ignored = static_config(static), IgnoredFields((), ())
         family = family_of(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(
-            folder, pooling=family.read_pooling(config) or _default_pooling(architecture)
+            folder,
+            pooling=family.read_pooling(config) or _default_pooling(architecture),
+            transformer=family.own_transformer,
         )
-        tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
+        if static is not None and not has_file(folder, "modules.json"):
+            sentence = replace(sentence, normalize=config["normalize"])
+        tokenizer = read_tokenizer_settings(
+            static or folder,
+            family,
+            config,
+            lowercase=sentence.lowercase,
+            reads_config=static is None,
+        )
         if sentence.logit_score is None:
             template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
             found = find_logit_score(folder, rerank_form, architecture, template)
@@ -173,9 +194,10 @@ class Checkpoint:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
-            folder=folder,
+            folder=static or folder,
             config=config,
             ignored=ignored,
+            adapter=read_adapter(config, adapter),
             architecture=architecture,
             task=_task(sentence, family, config, architecture),
             pooling=sentence.pooling,
@@ -275,6 +297,11 @@ class Checkpoint:
     def is_causal(self) -> bool:
         """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether texts get the special tokens of tokenizer.json: static embeddings read none."""
+        return bool(self.config["model_type"] != STATIC)
 
     @property
     def pair_prefixes(self) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and -v3 over packed tokens: configuration, tensors, forward pass.
+"""DeBERTa, versions 1 to 3, over packed tokens: configuration and tensors.
 
 Post-norm layers whose scores have products with distances ("disentangled attention"): of a query with the key of its
 distance to a token, and of the token's key with the query of that distance. Keys and queries of distances are
@@ -10,7 +10,8 @@ transformers saves them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
@@ -29,7 +30,7 @@ from varlen.models.checkpoint.config_file import (
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
-from varlen.models.deberta_layers import Deberta, DebertaLayer
+from varlen.models.deberta_layers import Convolution, Deberta, DebertaLayer
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -48,6 +49,8 @@ _PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
     "c2p": ("pos_key_proj", "key_proj"),
     "p2c": ("pos_query_proj", "query_proj"),
 }
+# The layers that make them in the first version; the one for keys has no bias.
+_FIRST_PROJECTIONS: Mapping[DistanceTerm, str] = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
 # The head of masked language models: the head of BERT ("legacy"), or the one that DeBERTa was trained with.
 _LEGACY_HEAD = MaskedLMNames(
     dense="cls.predictions.transform.dense",
@@ -62,6 +65,7 @@ _OWN_HEAD = MaskedLMNames(
     biases=("lm_predictions.lm_head.bias",),
 )
 # Heads of other tasks, and of pretraining.
+_ACTIVATIONS: Mapping[str, HeadActivation] = {**ACTIVATIONS, "tanh": "tanh"}
 _HEADS = ("pooler.", "classifier.", "cls.", "lm_predictions.", "mask_predictions.", "qa_outputs.")
 # Beside the layers, what only some configurations read.
 _OPTIONAL = tuple(
@@ -132,6 +136,18 @@ def _read_distance_norm(config: Json) -> bool:
     return "layer_norm" in names
 
 
+def _read_window(config: Json) -> int:
+    # null is none
+    size = read_int(
+        {"conv_kernel_size": config.get("conv_kernel_size") or 0}, "conv_kernel_size", lowest=0
+    )
+    if size and not size % 2:
+        raise CheckpointError(
+            f"config.json has conv_kernel_size {size}; allowed: 0 (no convolution), or odd numbers"
+        )
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class DebertaConfig(declare.ConfigFields):
     """What config.json says of a model.
@@ -146,6 +162,7 @@ class DebertaConfig(declare.ConfigFields):
         shares_projections: whether distances are projected by the layers of tokens.
         has_distance_norm: whether the embeddings of distances are normalized.
         scale: multiplies the scores.
+        window: tokens of a window of the convolution; 0: it has none.
         classifier_activation: between the two layers of a classifier of sequences.
     """
 
@@ -172,8 +189,10 @@ class DebertaConfig(declare.ConfigFields):
     scale: float = declare.computed(_read_scale)
     activation: Activation = declare.activation("hidden_act")
     classifier_activation: HeadActivation = declare.choice(
-        "pooler_hidden_act", {**ACTIVATIONS, "tanh": "tanh"}, "gelu"
+        "pooler_hidden_act", _ACTIVATIONS, "gelu"
     )
+    window: int = declare.computed(_read_window, "conv_kernel_size")
+    window_activation: HeadActivation = declare.choice("conv_act", _ACTIVATIONS, "tanh")
     norm_eps: float = declare.epsilon("layer_norm_eps", 1e-7)
 
     @property
@@ -181,14 +200,17 @@ class DebertaConfig(declare.ConfigFields):
         """Half of the rows of the table of distances."""
         return self.buckets or self.max_distance
 
-    def projection_of(self, term: DistanceTerm) -> str:
-        """Return the name of the linear layer that makes the table of a term."""
-        return _PROJECTIONS[term][self.shares_projections]
 
+def load(
+    read: LayerReader, fields: Json, head: HeadConfig, *, is_first_version: bool = False
+) -> Deberta:
+    """Return the DeBERTa of a checkpoint; see `Family`.
 
-def load(read: LayerReader, fields: Json, head: HeadConfig) -> Deberta:
-    """Return the DeBERTa of a checkpoint; see `Family`."""
-    return _Reader(read, DebertaConfig.read(fields)).model(head)
+    Args:
+        is_first_version: whether it has the tensors of version 1.
+    """
+    reader = _FirstReader if is_first_version else _Reader
+    return reader(read, DebertaConfig.read(fields)).model(head)
 
 
 def distance_rows(config: DebertaConfig) -> Tensor:
@@ -239,6 +261,7 @@ class _Reader:
             projection=projection,
             embedding_norm=self._read.norm(f"{at}.LayerNorm", hidden),
             layers=self._layers(tokens.weight),
+            convolution=self._convolution() if config.window else None,
             attention_heads=AttentionHeads(config.heads, config.heads, hidden // config.heads),
             activation=config.activation,
             norm_eps=config.norm_eps,
@@ -257,8 +280,7 @@ class _Reader:
         def table(at: str, term: DistanceTerm) -> Tensor | None:
             if term not in config.terms:
                 return None
-            name = f"{at}.attention.self.{config.projection_of(term)}"
-            layer = self._read.fp32.linear([name], config.hidden, [config.hidden])
+            layer = self._projection(f"{at}.attention.self", term)
             return self._read.computed(lambda: _projected(embeddings, layer).to(tokens.dtype))
 
         def distances(at: str) -> Distances:
@@ -269,15 +291,43 @@ class _Reader:
 
     def _layer(self, at: str, distances: Distances | None, *, is_last: bool) -> DebertaLayer:
         hidden, inner, read = self._config.hidden, self._config.inner, self._read
-        qkv = [f"{at}.attention.self.{name}_proj" for name in ("query", "key", "value")]
+        # the norm of the convolution follows the only layer
+        is_last = is_last and not (self._config.window and self._config.layers == 1)
         return DebertaLayer(
-            qkv=read.linear(qkv, hidden, [hidden] * 3),
+            qkv=self._heads_of(f"{at}.attention.self"),
             distances=distances,
             attention_output=read.linear([f"{at}.attention.output.dense"], hidden, [hidden]),
             attention_norm=read.norm(f"{at}.attention.output.LayerNorm", hidden),
             up=read.linear([f"{at}.intermediate.dense"], hidden, [inner]),
             down=read.linear([f"{at}.output.dense"], inner, [hidden]),
             output_norm=(read.last if is_last else read).norm(f"{at}.output.LayerNorm", hidden),
+        )
+
+    def _heads_of(self, at: str) -> Linear:
+        """Return the layer of queries, keys and values."""
+        hidden = self._config.hidden
+        names = [f"{at}.{name}_proj" for name in ("query", "key", "value")]
+        return self._read.linear(names, hidden, [hidden] * 3)
+
+    def _projection(self, at: str, term: DistanceTerm) -> Linear:
+        """Return the fp32 layer that makes the table of a term."""
+        hidden = self._config.hidden
+        name = _PROJECTIONS[term][self._config.shares_projections]
+        return self._read.fp32.linear([f"{at}.{name}"], hidden, [hidden])
+
+    def _convolution(self) -> Convolution:
+        config, read, at = self._config, self._read, f"{self._prefix}encoder.conv"
+        hidden = config.hidden
+        weight = read.tensor(f"{at}.conv.weight", hidden, hidden, config.window)
+        return Convolution(
+            linear=Linear(
+                # [out, in, row] to [row, in, out]
+                read.computed(lambda: weight.permute(2, 1, 0).reshape(-1, hidden).contiguous()),
+                read.tensor(f"{at}.conv.bias", hidden),
+            ),
+            size=config.window,
+            activation=config.window_activation,
+            norm=(read.last if config.layers == 1 else read).norm(f"{at}.LayerNorm", hidden),
         )
 
     def _distance_embeddings(self) -> Tensor:
@@ -302,6 +352,35 @@ class _Reader:
             activation=self._config.classifier_activation,
             classifier=read.linear(["classifier"], hidden, [head.num_labels]),
         )
+
+
+class _FirstReader(_Reader):
+    """Reads a DeBERTa of version 1, whose heads have one layer for all."""
+
+    def _heads_of(self, at: str) -> Linear:
+        hidden, heads, read = self._config.hidden, self._config.heads, self._read
+        stored = read.tensor(f"{at}.in_proj.weight", 3 * hidden, hidden)
+        queries, values = (read.tensor(f"{at}.{name}_bias", hidden) for name in ("q", "v"))
+        return read.computed(lambda: _by_kind(stored, queries, values, heads))
+
+    def _projection(self, at: str, term: DistanceTerm) -> Linear:
+        hidden, name = self._config.hidden, f"{at}.{_FIRST_PROJECTIONS[term]}"
+        return self._read.fp32.linear([name], hidden, [hidden], bias=term == "p2c")
+
+
+def _by_kind(weight: Tensor, query_bias: Tensor, value_bias: Tensor, heads: int) -> Linear:
+    """Return the layer of all queries, then all keys, then all values.
+
+    Args:
+        weight: `[3 * hidden, hidden]`: the queries of a head, its keys, its values; then the next head.
+        query_bias, value_bias: `[hidden]`; keys have none.
+    """
+    import torch
+
+    hidden = weight.shape[1]
+    by_kind = weight.view(heads, 3, -1, hidden).transpose(0, 1).reshape(3 * hidden, hidden)
+    bias = torch.cat([query_bias, torch.zeros_like(query_bias), value_bias])
+    return Linear(by_kind.t().contiguous(), bias)
 
 
 def _distances(rows: Tensor, keys: Tensor | None, queries: Tensor | None) -> Distances:
@@ -336,6 +415,13 @@ def _masked_lm(config: Json) -> MaskedLMLayout:
     )
 
 
+_MASKED_LM_FIELDS = frozenset({"legacy", "tie_word_embeddings"})
+_FIXED = {"is_decoder": False, "is_encoder_decoder": False, "type_vocab_size": 0}
+# Fields that version 1 does not read.
+_LATER_FIELDS = frozenset(
+    "attention_head_size conv_act conv_kernel_size norm_rel_ebd position_buckets share_att_key".split()
+)
+
 FAMILY = Family(
     architectures={
         "DebertaV2Model": "embed",
@@ -351,15 +437,7 @@ FAMILY = Family(
         "fill_mask": "DebertaV2ForMaskedLM",
     },
     fields=kind_fields.ENCODER.plus(
-        DebertaConfig.names() | {"legacy", "tie_word_embeddings"},
-        # of the convolution that is refused
-        ("conv_act", "conv_groups"),
-        {
-            "conv_kernel_size": 0,
-            "is_decoder": False,
-            "is_encoder_decoder": False,
-            "type_vocab_size": 0,
-        },
+        DebertaConfig.names() | _MASKED_LM_FIELDS, (), {**_FIXED, "conv_groups": 1}
     ),
     read_sizes=DebertaConfig.read,
     load=load,
@@ -370,4 +448,17 @@ FAMILY = Family(
     masked_lm=_masked_lm,
     # its mask hides a token both as a key and as a query
     may_have_unattended_tokens=False,
+)
+
+FIRST_FAMILY = replace(
+    FAMILY,
+    architectures={name.replace("V2", ""): task for name, task in FAMILY.architectures.items()},
+    heads={task: name.replace("V2", "") for task, name in FAMILY.heads.items()},
+    fields=kind_fields.ENCODER.plus(
+        (DebertaConfig.names() | _MASKED_LM_FIELDS) - _LATER_FIELDS,
+        (),
+        {**_FIXED, "talking_head": False},
+    ),
+    load=partial(load, is_first_version=True),
+    tokenizer_class="DebertaTokenizer",
 )

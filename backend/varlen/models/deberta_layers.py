@@ -1,8 +1,9 @@
-"""The forward pass of DeBERTa-v2 and -v3 over packed tokens.
+"""The forward pass of DeBERTa over packed tokens.
 
 Post-norm layers whose scores have products with distances ("disentangled attention"): of a query with the key of its
 distance to a token, and of the token's key with the query of that distance. Keys and queries of distances are
 projections of learned embeddings, so they are computed when the model is loaded.
+Large ones of version 2 also have a convolution beside their first layer.
 Source: He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543; names as Hugging Face
 transformers saves them.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -24,6 +25,32 @@ if TYPE_CHECKING:
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
     from varlen_kernels.reference.attention import Distances
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution over the tokens of a sequence, which reads what the first layer reads.
+
+    Attributes:
+        linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
+        size: tokens of a window.
+        activation: applied to its output, which is added to the output of the first layer.
+        norm: norm of the sum.
+    """
+
+    linear: Linear
+    size: int
+    activation: HeadActivation
+    norm: Norm
+
+    def record(self, ops: Recorder, x: Value, output: Value, *, eps: float) -> Value:
+        """Record it over `x` and the norm of its sum with `output`, `[tokens, hidden]`."""
+        windows = ops.window_rows(x, inputs.cu_seqlens(ops), size=self.size)
+        if self.activation == "tanh":
+            y = ops.tanh(self.linear.record(ops, windows))
+        else:
+            y = self.linear.record_activated(ops, windows, self.activation)
+        return ops.add_layer_norm(y, output, self.norm.weight, self.norm.bias, eps=eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +73,7 @@ class Deberta:
     Attributes:
         position_table: `[positions, features]`.
         projection: projection from the features of the tables to the features of the layers, if there is one.
+        convolution: beside the first layer, if there is one.
         scale: multiplies the scores.
     """
 
@@ -54,6 +82,7 @@ class Deberta:
     projection: Linear | None
     embedding_norm: Norm
     layers: tuple[DebertaLayer, ...]
+    convolution: Convolution | None
     attention_heads: AttentionHeads
     activation: Activation
     norm_eps: float
@@ -78,8 +107,10 @@ class Deberta:
             x = self.projection.record(ops, x)
         norm = self.embedding_norm
         x = ops.layer_norm(x, norm.weight, norm.bias, eps=self.norm_eps)
-        for layer in self.layers:
-            x = self._record_layer(ops, layer, x)
+        for index, layer in enumerate(self.layers):
+            before, x = x, self._record_layer(ops, layer, x)
+            if self.convolution is not None and index == 0:
+                x = self.convolution.record(ops, before, x, eps=self.norm_eps)
         return x
 
     def _record_layer(self, ops: Recorder, layer: DebertaLayer, x: Value) -> Value:

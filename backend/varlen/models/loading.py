@@ -103,7 +103,7 @@ def load_heads(
         )
     # Checkpoint.check_task has refused other models
     assert checkpoint.masked_lm is not None
-    with CheckpointWeights(checkpoint.folder) as weights:
+    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device)
         return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
 
@@ -159,6 +159,6 @@ def _load(
             f"{setting}; the model_type {checkpoint.config['model_type']} runs in one process;"
             f" allowed are {', '.join(names)}"
         )
-    with CheckpointWeights(checkpoint.folder) as weights:
+    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

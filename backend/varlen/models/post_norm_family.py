@@ -13,24 +13,25 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.relative_positions import bias_by_distance
+from varlen.models.blocks.relative_positions import alibi_by_distance, bias_by_distance
 from varlen.models.blocks.rotary import rotary_table
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import adapters, kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     check_multiple,
     read_choice,
+    read_computed_positions,
     read_flag,
     read_int,
     read_layers,
     read_norm_eps,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.models.post_norm_layers import PostNormEncoder, PostNormLayer
+from varlen.models.post_norm_layers import NormedHeads, PostNormEncoder, PostNormLayer
 from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -108,15 +109,18 @@ class PostNormFamily:
         class_name: beginning of its class names in transformers, such as Bert of BertModel.
         prefix: prefix of the encoder's tensors in a model with a head.
         first_prefix: the same in its first releases, if they had another.
+        other_layer, other_embedding_norm: the same in checkpoints that have these layers.
         projection: the linear layer from the tables' features to the features of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
+        has_alibi: whether scores fall with the distance, and there is no position table.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
         default_theta: base of rotary positions, for a family without a position table.
         pretraining: prefixes of the tensors of heads for pretraining.
         masked_lm: the head of its masked language models.
         more_architectures: classes with only the encoder, or with a head that is not served.
+        has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
         harmless, fixed: fields beside those that all families share.
         tokenizer_class: default of transformers, if tokenizer_config.json names none.
     """
@@ -127,16 +131,20 @@ class PostNormFamily:
     masked_lm: MaskedLMNames
     embedding_norm: str = "embeddings.LayerNorm"
     layer: LayerNames = LayerNames()
+    other_layer: LayerNames | None = None
+    other_embedding_norm: str = ""
     fields: FieldNames = FieldNames()
     projection: str = ""
     always_projects: bool = False
     first_prefix: str = ""
     least_types: int = 1
     distance_bias: str = ""
+    has_alibi: bool = False
     first_position: int | None = 0
     default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
     more_architectures: tuple[str, ...] = ()
+    has_adapters: bool = False
     harmless: Collection[str] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     tokenizer_class: str = "BertTokenizer"
@@ -146,16 +154,20 @@ class PostNormFamily:
         """What is known of its checkpoints."""
         architectures, heads = encoder_classes(self.class_name, *self.more_architectures)
         rotary = () if self.default_theta is None else _ROTARY_FIELDS
+        of_adapters = adapters.FIELDS if self.has_adapters else ()
         return Family(
             architectures=architectures,
             heads=heads,
-            fields=_RULES.plus({*self.fields.all(), *rotary}, self.harmless, self.fixed),
+            fields=_RULES.plus(
+                {*self.fields.all(), *rotary, *of_adapters}, self.harmless, self.fixed
+            ),
             read_sizes=self.read_sizes,
             load=self.load,
             is_unused=self._is_unused,
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
             masked_lm=self._masked_lm_layout,
+            own_transformer="custom_st.Transformer" if self.has_adapters else "",
             is_divisible=True,
         )
 
@@ -170,6 +182,8 @@ class PostNormFamily:
         if first is None:
             first = read_int(config, "pad_token_id", default=1, lowest=0) + 1
         rows = read_int(config, "max_position_embeddings", lowest=first + 1)
+        if self.has_alibi:
+            rows = read_computed_positions(config)
         return EncoderSizes(
             hidden=hidden,
             positions=rows - first if rotary is None else rotary.positions,
@@ -218,7 +232,18 @@ class PostNormFamily:
 
     def load(self, read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
         """Return the encoder of a checkpoint; see `Family`."""
-        return _Reader(self, self.read_sizes(config), read).model(head)
+        return _Reader(self._as_stored(read), self.read_sizes(config), read).model(head)
+
+    def _as_stored(self, tensors: Container[str]) -> PostNormFamily:
+        """Return it with the names that the tensors have."""
+        other = self.other_layer
+        if other is None:
+            return self
+        last = f"{self.prefix_of(tensors)}{other.name.format(0)}.{other.output_norm}.weight"
+        if last not in tensors:
+            return self
+        norm = self.other_embedding_norm or self.embedding_norm
+        return replace(self, layer=other, embedding_norm=norm)
 
     def _is_unused(self, name: str, stored: Container[str]) -> bool:
         prefix = self.prefix_of(stored)
@@ -226,6 +251,7 @@ class PostNormFamily:
         unused = (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")
         return (
             name in _OTHER_HEADS
+            or (self.has_adapters and adapters.is_factor(name))
             or name.startswith(self.pretraining)
             or name in {f"{prefix}{each}" for each in unused}
         )
@@ -253,7 +279,7 @@ class _Reader:
         tokens = self._read.token_table(self._table_name("word"), sizes.vocabulary, sizes.embedding)
         return PostNormEncoder(
             token_table=tokens,
-            position_table=None if rotary else self._positions(),
+            position_table=None if rotary or family.has_alibi else self._positions(),
             cos_sin=(
                 self._read.computed(lambda: rotary_table(rotary, heads.dim, tokens.device))
                 if rotary
@@ -266,7 +292,7 @@ class _Reader:
             ),
             embedding_norm=self._norm(family.embedding_norm, sizes.embedding),
             projection=self._projection(),
-            distance_bias=self._distance_bias(),
+            distance_bias=self._distance_bias(tokens),
             layers=self._layers(),
             attention_heads=heads,
             activation=sizes.activation,
@@ -296,12 +322,16 @@ class _Reader:
         name = f"{self._prefix}{family.projection}"
         return self._read.linear([name], sizes.embedding, [sizes.hidden])
 
-    def _distance_bias(self) -> Tensor | None:
-        name = self._family.distance_bias
+    def _distance_bias(self, tokens: TokenTable) -> Tensor | None:
+        sizes, name = self._sizes, self._family.distance_bias
+        if self._family.has_alibi:
+            return self._read.computed(
+                lambda: alibi_by_distance(sizes.heads, sizes.positions - 1).to(tokens.device)
+            )
         if not name:
             return None
         table = self._read.head_columns(
-            f"{self._prefix}{name}.weight", DISTANCE_BUCKETS, self._sizes.heads
+            f"{self._prefix}{name}.weight", DISTANCE_BUCKETS, sizes.heads
         )
         return self._read.computed(
             lambda: bias_by_distance(table, max_distance=MAX_DISTANCE, is_causal=False)
@@ -344,7 +374,17 @@ class _Reader:
             bias = names.has_bias(part)
             return self._read.linear([f"{at}.{part}"], fan_in, [hidden], bias=bias, split="inputs")
 
-        qkv = outputs(hidden, 3, *names.qkv, heads=self._sizes.heads)
+        def norm(name: str) -> Norm | None:
+            return self._read.norm(f"{at}.{name}", hidden) if name else None
+
+        query_norm, key_norm = norm(names.query_norm), norm(names.key_norm)
+        qkv: Linear | NormedHeads
+        if query_norm is None or key_norm is None:
+            qkv = outputs(hidden, 3, *names.qkv, heads=self._sizes.heads)
+        else:
+            query, key, value = (outputs(hidden, 1, part) for part in names.qkv)
+            eps = self._sizes.norm_eps
+            qkv = NormedHeads(query, key, value, query_norm, key_norm, eps)
         attention_output = sums(hidden, names.attention_output)
         attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
         up = outputs(inner, 1 + names.is_gated, *names.up)
@@ -352,7 +392,8 @@ class _Reader:
             qkv=qkv,
             attention_output=attention_output,
             attention_norm=attention_norm,
-            up=self._read.computed(lambda: _gate_first(up)) if names.has_both else up,
+            second_norm=norm(names.second_norm),
+            up=self._read.computed(lambda: _gate_first(up)) if names.gate == "second" else up,
             is_gated=names.is_gated,
             down=sums(inner, names.down),
             output_norm=self._read.norm(f"{at}.{names.output_norm}", hidden),

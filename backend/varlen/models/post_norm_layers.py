@@ -24,12 +24,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PostNormLayer:
-    """One transformer layer; queries, keys and values are side by side, and gate and up."""
+class NormedHeads:
+    """Queries and keys that are normalized over the features of all heads, and values."""
 
-    qkv: Linear
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: Norm
+    key_norm: Norm
+    eps: float
+
+    def record(self, ops: Recorder, x: Value) -> Value:
+        """Record queries, keys and values side by side, `[tokens, 3 * hidden]`."""
+        queries, keys = (
+            ops.layer_norm(layer.record(ops, x), norm.weight, norm.bias, eps=self.eps)
+            for layer, norm in ((self.query, self.query_norm), (self.key, self.key_norm))
+        )
+        return ops.concat(ops.concat(queries, keys), self.value.record(ops, x))
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    """One transformer layer; queries, keys and values are side by side, and gate and up.
+
+    Attributes:
+        second_norm: norm of the sum of the attention's normalized output and its input again, if there is one.
+    """
+
+    qkv: Linear | NormedHeads
     attention_output: Linear
     attention_norm: Norm
+    second_norm: Norm | None
     up: Linear
     is_gated: bool
     down: Linear
@@ -42,8 +67,8 @@ class PostNormEncoder:
 
     Attributes:
         position_table, type_table: `[rows, features]`; position 0 is the first row. A family without token types has
-            one type, of zeros.
-        cos_sin: `[positions, head features]` fp32, rotary positions instead of a position table.
+            one type, of zeros; a family with other positions has no position table.
+        cos_sin: `[positions, head features]` fp32, rotary positions.
         projection: projection from the features of the tables to the features of the layers, if there is one.
         layers: a shared layer occurs several times.
         distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
@@ -112,7 +137,9 @@ class PostNormEncoder:
             scale=self.attention_heads.dim**-0.5,
         )
         attended = layer.attention_output.record(ops, context)
-        x = self._add_norm(ops, attended, x, layer.attention_norm)
+        before, x = x, self._add_norm(ops, attended, x, layer.attention_norm)
+        if layer.second_norm is not None:
+            x = self._add_norm(ops, x, before, layer.second_norm)
         if layer.is_gated:
             inner = ops.activate_gate(layer.up.record(ops, x), kind=self.activation)
         else:

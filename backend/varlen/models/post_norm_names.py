@@ -4,6 +4,7 @@ Source of the names: the models as Hugging Face transformers saves them.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from varlen.models.blocks.heads import HeadActivation
 
@@ -37,8 +38,10 @@ class LayerNames:
         name: name of the layer, with a place for its number unless all share one.
         qkv: queries, keys and values, or one linear layer of all.
         up: layer in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
-        has_both: whether the one layer of `up` holds its values, then the values of a gate.
+        gate: the half of the one layer of `up` that is a gate for the other half; None if that layer holds no gate.
         without_bias: the linear layers that have none.
+        query_norm, key_norm: norms over the queries of all heads, and over the keys; empty without them.
+        second_norm: norm of the sum of the attention's output and its input again; empty without it.
     """
 
     name: str = "encoder.layer.{}"
@@ -46,15 +49,18 @@ class LayerNames:
     attention_output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)
-    has_both: bool = False
+    gate: Literal["first", "second"] | None = None
     down: str = "output.dense"
     output_norm: str = "output.LayerNorm"
     without_bias: tuple[str, ...] = ()
+    query_norm: str = ""
+    key_norm: str = ""
+    second_norm: str = ""
 
     @property
     def is_gated(self) -> bool:
         """Whether there is a gate."""
-        return self.has_both or len(self.up) > 1
+        return self.gate is not None or len(self.up) > 1
 
     def has_bias(self, name: str) -> bool:
         """Return whether a linear layer has a bias."""

@@ -14,16 +14,19 @@ from varlen.models import (
     gemma,
     gpt2,
     gte,
+    jina_bert,
     llama,
     modernbert,
     mpnet,
     nomic_bert,
     roberta,
+    static,
     t5,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.static_files import STATIC
 from varlen.models.post_norm_family import PostNormFamily
 
 # BERT and its relatives, which share one `load`.
@@ -41,6 +44,7 @@ POST_NORM_FAMILIES: Mapping[str, PostNormFamily] = {
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert.FAMILY,
+    "deberta": deberta.FIRST_FAMILY,
     "deberta-v2": deberta.FAMILY,
 }
 DECODERS: Mapping[str, Family[DecoderModel]] = {
@@ -50,8 +54,8 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
-# Their encoders, which are models too, by their architecture.
-ENCODERS_OF_PAIRS: Mapping[str, Family[EncoderModel]] = t5.ENCODERS
+# By their architecture, encoders that share a `model_type` with another family.
+ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
@@ -79,11 +83,14 @@ def family_of(config: Json) -> Family[object]:
             "config.json has no model_type, which names the architecture in a checkpoint of transformers; copy"
             f" config.json of the model that it was made of. This version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
+    if name == STATIC:
+        # no config.json of a library has this name
+        return static.FAMILY
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
-    return ENCODERS_OF_PAIRS.get(str(first_name(architectures)), FAMILIES[name])
+    return ENCODERS_BY_NAME.get(str(first_name(architectures)), FAMILIES[name])
 
 
 def first_name(names: object) -> object:

@@ -306,5 +306,8 @@ class Recorder(Recording):
     def first_tokens(self, x: Value, cu_seqlens: Value) -> Value:
         return self.record("first_tokens", x, cu_seqlens)
 
+    def window_rows(self, x: Value, cu_seqlens: Value, *, size: int) -> Value:
+        return self.record("window_rows", x, cu_seqlens, size=size)
+
     def to_fp32(self, x: Value) -> Value:
         return self.record("to_fp32", x)

@@ -18,9 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-from varlen.sandbox.frames import Frames
+from varlen.sandbox.frames import COMPILED, FORGET, HEAD, MASK, MEMORY, REFUSED, Frames
 from varlen.sandbox.limits import SandboxLimits, private_bytes, start_timer, stop_timer
-from varlen.sandbox.protocol import COMPILED, FORGET, HEAD, MASK, MEMORY, REFUSED
 from varlen.sandbox.schemas import has_finite_answer
 
 # Each token lets its sequence use this much more processor time, in seconds.

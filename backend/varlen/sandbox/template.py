@@ -14,9 +14,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from varlen.sandbox.frames import Frames
+from varlen.sandbox.frames import INVALID, REFUSED, TEXT, TOO_LONG, UNREAD, Frames
 from varlen.sandbox.limits import SandboxLimits, start_timer, stop_timer
-from varlen.sandbox.protocol import INVALID, REFUSED, TEXT, TOO_LONG, UNREAD
 
 _MAX_REASON = 10_000
 

@@ -30,7 +30,7 @@ _REFUSED = {
 
 _ON_CPU = "FORCE_CPU_ONLY_INPUT_TENSORS"
 # Settings that decide what a checkpoint is read as.
-_OF_CHECKPOINT = ("task", "ignore_config_fields", "rerank_form")
+_OF_CHECKPOINT = ("task", "ignore_config_fields", "adapter", "rerank_form")
 # Size of our response cache for a model with `response_cache { enable: true }` and no size.
 RESPONSE_CACHE_BYTES = 67_108_864
 

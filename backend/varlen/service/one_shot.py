@@ -66,6 +66,7 @@ class EncoderParts:
             checkpoint.folder,
             most,
             has_types=checkpoint.has_token_types,
+            adds_special_tokens=checkpoint.adds_special_tokens,
             side=checkpoint.truncation_side,
             prefixes=() if late is None else late.prefixes,
         )

@@ -38,18 +38,18 @@ NOT_GIVEN = -1
 class SearchState(NamedTuple):
     """What beams keep from one step to the next.
 
-    Each beam has a place of its own, in any order, as long as its search runs. There are two of everything: for beams
+    Each beam has a slot of its own, in any order, as long as its search runs. There are two of everything: for beams
     with an even number of tokens, and for beams with an odd one.
 
     Attributes:
-        tables: `[2, places, blocks]` int32, the block table of each beam.
-        parents: `[2, places]` int32, the beam of the step before that each beam continues.
-        tokens: `[2, places]` int32, the token that it continues it with.
-        scores: `[2, places]` fp32, its sum of log probabilities; -inf for a beam that is not alive.
-        answers: `[2, places, 3]` int32, the best answers of the search in the places of its beams: last token, beam
+        tables: `[2, beam slots, blocks]` int32, the block table of each beam.
+        parents: `[2, beam slots]` int32, the beam of the step before that each beam continues.
+        tokens: `[2, beam slots]` int32, the token that it continues it with.
+        scores: `[2, beam slots]` fp32, its sum of log probabilities; -inf for a beam that is not alive.
+        answers: `[2, beam slots, 3]` int32, the best answers of the search in the slots of its beams: last token, beam
             before it, number of tokens.
-        answer_scores: `[2, places]` fp32, divided by the length penalty.
-        num_answers: `[2, places]` int32, in the place of the first beam.
+        answer_scores: `[2, beam slots]` fp32, divided by the length penalty.
+        num_answers: `[2, beam slots]` int32, in the slot of the first beam.
     """
 
     tables: Tensor
@@ -61,17 +61,17 @@ class SearchState(NamedTuple):
     num_answers: Tensor
 
     @classmethod
-    def new(cls, places: int, blocks: int, device: torch.device) -> "SearchState":
+    def new(cls, beam_slots: int, blocks: int, device: torch.device) -> "SearchState":
         """Return the state of beams that have not begun.
 
         Args:
-            places: largest number of beams at the same time.
+            beam_slots: largest number of beams at the same time.
             blocks: longest block table.
             device: device of the logits.
         """
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(2, places, *shape, dtype=dtype, device=device)
+            return torch.zeros(2, beam_slots, *shape, dtype=dtype, device=device)
 
         return cls(
             tables=numbers(blocks),
@@ -90,8 +90,8 @@ class SearchResults(NamedTuple):
     Attributes:
         ends: `[searches, 2]` int32: whether the search has ended, and its number of answers.
         beams: `[beams, 5]` int32: beam that each beam of the next step continues, and the token; then token, beam
-            before it and number of tokens of the answer of this place, best first.
-        scores: `[beams]` fp32, of the answer of this place.
+            before it and number of tokens of the answer of this slot, best first.
+        scores: `[beams]` fp32, of the answer of this slot.
     """
 
     ends: Tensor
@@ -115,7 +115,7 @@ class SearchResults(NamedTuple):
 def follow_beams(
     state: SearchState,
     searches: Tensor,
-    places: Tensor,
+    beam_slots: Tensor,
     given: Tensor,
     token_ids: Tensor,
     context_lens: Tensor,
@@ -136,7 +136,7 @@ def follow_beams(
     Args:
         state: tables, parents and tokens are changed.
         searches: `[searches, FOLLOW_COLUMNS]` int32.
-        places: `[beams]` int32, place of each beam in the state.
+        beam_slots: `[beams]` int32, slot of each beam in the state.
         given: `[beams, 2]` int32, the beam that each beam continues and the token, or NOT_GIVEN: chosen on the device.
         token_ids: `[rows]` int32 of the step; written for beams.
         context_lens: `[rows]` int32, number of tokens of each row's sequence with the one of this step.
@@ -147,7 +147,7 @@ def follow_beams(
         block_size: tokens of a block.
     """
     for first_row, beams, length, first_beam in searches.tolist():
-        at = places[first_beam : first_beam + beams].long()
+        at = beam_slots[first_beam : first_beam + beams].long()
         now, before = length % 2, (length - 1) % 2
         of_search = given[first_beam : first_beam + beams]
         for kept, choices in zip((state.parents, state.tokens), of_search.unbind(1), strict=True):
@@ -175,7 +175,7 @@ def follow_beams(
 def advance_searches(
     found: BeamCandidates,
     searches: Tensor,
-    places: Tensor,
+    beam_slots: Tensor,
     divisors: Tensor,
     ends: Tensor,
     state: SearchState,
@@ -192,7 +192,7 @@ def advance_searches(
         found: the best tokens of each row, and log probabilities as their scores: `[rows, width]`. A row has at least
             as many as there are beams and end tokens of its search, or all tokens that are possible.
         searches: `[searches, ADVANCE_COLUMNS]` int32.
-        places: `[beams]` int32, place of each beam in the state.
+        beam_slots: `[beams]` int32, slot of each beam in the state.
         divisors: `[searches, 2]` fp32, not 0: length penalty of an answer of this length, and of the one that a beam
             may become.
         ends: `[ends]` int32, end tokens of all searches.
@@ -203,7 +203,7 @@ def advance_searches(
     for index, search in enumerate(searches.tolist()):
         first, num_rows, beams, length, flags, forced, first_end, end, first_beam = search
         own = slice(first_beam, first_beam + beams)
-        at, now, before = places[own].long(), length % 2, (length - 1) % 2
+        at, now, before = beam_slots[own].long(), length % 2, (length - 1) % 2
         begun = length == 1
         scores_before = [0.0] if begun else state.scores[before, at]
         count = 0 if begun else int(state.num_answers[before, at[0]])

@@ -15,11 +15,11 @@ from torch import Tensor
 
 __all__ = ["edit_logits"]
 
-# Columns of `rows`: row of the logits; place of the list in the state, or NO_PLACE; whether the input token of the
+# Columns of `rows`: row of the logits; slot of the list in the state, or NO_SLOT; whether the input token of the
 # step is added to the list first; number of banned tokens, which are first in the list; begin and end of the list among
-# those that the host sends, or KEPT twice for the list in the place.
+# those that the host sends, or KEPT twice for the list in the slot.
 EDIT_COLUMNS = 6
-NO_PLACE, KEPT = -1, -1
+NO_SLOT, KEPT = -1, -1
 # Count of a token that is neither in the prompt nor in the answer: penalties do not change its logit.
 UNSEEN = -1
 # Added to a logit, it keeps every bit, also of -0.
@@ -41,11 +41,11 @@ class EditLists(NamedTuple):
 
 
 class EditState(NamedTuple):
-    """Edit lists on the device, one in each place.
+    """Edit lists on the device, one in each slot.
 
     Attributes:
-        tokens, counts, biases: `[places, entries]`, see `EditLists`.
-        sizes: `[places]` int32, entries of each list.
+        tokens, counts, biases: `[slots, entries]`, see `EditLists`.
+        sizes: `[slots]` int32, entries of each list.
     """
 
     tokens: Tensor
@@ -54,11 +54,11 @@ class EditState(NamedTuple):
     sizes: Tensor
 
     @classmethod
-    def new(cls, places: int, entries: int, device: torch.device) -> "EditState":
-        """Return places for lists of at most this many entries."""
-        tokens, counts = torch.empty(2, places, entries, dtype=torch.int32, device=device)
-        biases = torch.empty(places, entries, device=device)
-        return cls(tokens, counts, biases, torch.zeros(places, dtype=torch.int32, device=device))
+    def new(cls, slots: int, entries: int, device: torch.device) -> "EditState":
+        """Return slots for lists of at most this many entries."""
+        tokens, counts = torch.empty(2, slots, entries, dtype=torch.int32, device=device)
+        biases = torch.empty(slots, entries, device=device)
+        return cls(tokens, counts, biases, torch.zeros(slots, dtype=torch.int32, device=device))
 
 
 def edit_logits(
@@ -81,7 +81,7 @@ def edit_logits(
         logits: `[logit rows, vocabulary]` fp32; changed.
         token_ids: `[tokens]` int32 of the step.
         logit_rows: `[logit rows]` int32, token that each row of the logits follows.
-        rows: `[edited rows, EDIT_COLUMNS]` int32; no row and no place is there twice.
+        rows: `[edited rows, EDIT_COLUMNS]` int32; no row and no slot is there twice.
         penalties: `[edited rows, 3]` fp32: repetition, presence and frequency penalty.
         begun: lists that the host sends.
         state: changed; a list needs an entry for each token that is added.
@@ -91,19 +91,19 @@ def edit_logits(
     """
     check_edits(logits, rows, penalties, begun, state)
     of_rows = zip(rows.tolist(), penalties, strict=True)
-    for (row, place, is_added, num_banned, begin, end), own_penalties in of_rows:
+    for (row, slot, is_added, num_banned, begin, end), own_penalties in of_rows:
         if end == KEPT:
-            size = int(state.sizes[place])
-            entries = [each[place, :size] for each in state[:3]]
+            size = int(state.sizes[slot])
+            entries = [each[slot, :size] for each in state[:3]]
         else:
             entries = [each[begin:end] for each in begun]
         if is_added:
             entries = _with_token(token_ids[logit_rows[row]], *entries)
         tokens, counts, biases = entries
-        if place != NO_PLACE:
-            state.sizes[place] = len(tokens)
+        if slot != NO_SLOT:
+            state.sizes[slot] = len(tokens)
             for kept, values in zip(state[:3], entries, strict=True):
-                kept[place, : len(tokens)] = values
+                kept[slot, : len(tokens)] = values
         edited = _edited(logits[row, tokens.long()], counts, biases, own_penalties)
         edited[:num_banned] = -torch.inf
         logits[row, tokens.long()] = edited
@@ -117,8 +117,8 @@ def check_edits(
     Raises:
         ValueError: a tensor has another shape or dtype; the message names it.
     """
-    count, (places, entries) = len(rows), state.tokens.shape
-    of_begun, of_state = begun.tokens.shape, (places, entries)
+    count, (slots, entries) = len(rows), state.tokens.shape
+    of_begun, of_state = begun.tokens.shape, (slots, entries)
     for name, tensor, shape, dtype in (
         ("logits", logits, (len(logits), logits.shape[-1]), torch.float32),
         ("rows", rows, (count, EDIT_COLUMNS), torch.int32),
@@ -129,7 +129,7 @@ def check_edits(
         ("state.tokens", state.tokens, of_state, torch.int32),
         ("state.counts", state.counts, of_state, torch.int32),
         ("state.biases", state.biases, of_state, torch.float32),
-        ("state.sizes", state.sizes, (places,), torch.int32),
+        ("state.sizes", state.sizes, (slots,), torch.int32),
     ):
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(

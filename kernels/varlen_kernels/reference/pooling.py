@@ -7,7 +7,7 @@ from varlen_kernels import Pooling
 from varlen_kernels.reference.torch_parts import at_least_fp32, write_out
 from varlen_kernels.vector_ops import normalize_rows
 
-__all__ = ["first_tokens", "pool", "select_rows", "to_fp32"]
+__all__ = ["first_tokens", "pool", "select_rows", "to_fp32", "window_rows"]
 
 
 def select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -78,6 +78,28 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
     """Return the first token of each sequence, `[batch, hidden]`; 0 for an empty one."""
     is_empty = cu_seqlens[:-1] == cu_seqlens[1:]
     return write_out(_rows_or_zeros(x, cu_seqlens[:-1], is_empty), out)
+
+
+def window_rows(x: Tensor, cu_seqlens: Tensor, *, size: int, out: Tensor | None = None) -> Tensor:
+    """Return each row with its neighbours in its sequence side by side, `[tokens, size · hidden]`.
+
+    Past the ends of a sequence neighbours are zeros: so a linear layer of the result is a convolution.
+
+    Args:
+        x: `[tokens, hidden]`.
+        cu_seqlens: `[batch + 1]` int32.
+        size: rows of a window, an odd number; the middle one is the token's own.
+    """
+    if out is None:
+        out = x.new_empty(len(x), size * x.shape[1])
+    tokens = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    # a token past the last sequence is in none
+    sequences = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    ends = cu_seqlens[1:][sequences.clamp(max=len(cu_seqlens) - 2)]
+    for place, columns in enumerate(torch.split(out, x.shape[1], dim=1)):
+        rows = tokens + (place - size // 2)
+        columns.copy_(_rows_or_zeros(x, rows, (rows < cu_seqlens[sequences]) | (rows >= ends)))
+    return out
 
 
 def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -170,20 +170,20 @@ def _advance_kernel(
     found_tokens_ptr,  # [rows, WIDTH]
     logprobs_ptr,  # [rows, WIDTH]
     searches_ptr,  # [searches, ADVANCE_COLUMNS]
-    places_ptr,  # [beams]
+    beam_slots_ptr,  # [beams]
     divisors_ptr,  # [searches, 2]
     ends_ptr,  # [ends]
-    parents_ptr,  # [2, PLACES], and so on
+    parents_ptr,  # [2, BEAM_SLOTS], and so on
     tokens_ptr,
     scores_ptr,
-    answers_ptr,  # [2, PLACES, 3]
-    answer_scores_ptr,  # [2, PLACES]
-    num_answers_ptr,  # [2, PLACES]
+    answers_ptr,  # [2, BEAM_SLOTS, 3]
+    answer_scores_ptr,  # [2, BEAM_SLOTS]
+    num_answers_ptr,  # [2, BEAM_SLOTS]
     out_ends_ptr,  # [searches, 2]
     out_beams_ptr,  # [beams, 5]
     out_scores_ptr,  # [beams]
     WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
+    BEAM_SLOTS: tl.constexpr,
     BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
     BLOCK_ENDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -199,14 +199,14 @@ def _advance_kernel(
     flags, first_beam = tl.load(searches_ptr + 4), tl.load(searches_ptr + 8)
     beam = tl.arange(0, BLOCK_BEAMS)
     inside = beam < beams
-    own = tl.load(places_ptr + first_beam + beam, mask=inside, other=0)
+    own = tl.load(beam_slots_ptr + first_beam + beam, mask=inside, other=0)
     half = length % 2
-    kept = half * PLACES + own
-    kept_before = (1 - half) * PLACES + own
-    first_place = tl.load(places_ptr + first_beam)
+    kept = half * BEAM_SLOTS + own
+    kept_before = (1 - half) * BEAM_SLOTS + own
+    first_slot = tl.load(beam_slots_ptr + first_beam)
     is_first = length == 1
     score_before = tl.load(scores_ptr + kept_before, mask=beam < num_rows, other=0.0)
-    count = tl.load(num_answers_ptr + (1 - half) * PLACES + first_place)
+    count = tl.load(num_answers_ptr + (1 - half) * BEAM_SLOTS + first_slot)
     count = tl.where(is_first, 0, count)
     is_answer = beam < count
     (
@@ -243,7 +243,7 @@ def _advance_kernel(
         BLOCK_ENDS,
     )
     tl.store(scores_ptr + kept, score, mask=inside)
-    tl.store(num_answers_ptr + half * PLACES + first_place, count)
+    tl.store(num_answers_ptr + half * BEAM_SLOTS + first_slot, count)
     out = first_beam + beam
     _store_each(parents_ptr + kept, out_beams_ptr + out * 5, parent, inside)
     _store_each(tokens_ptr + kept, out_beams_ptr + out * 5 + 1, token, inside)
@@ -264,7 +264,7 @@ def _advance_kernel(
 def advance_searches(
     found: BeamCandidates,
     searches: Tensor,
-    places: Tensor,
+    beam_slots: Tensor,
     divisors: Tensor,
     ends: Tensor,
     state: SearchState,
@@ -278,13 +278,13 @@ def advance_searches(
         found.tokens,
         found.scores,
         searches,
-        places,
+        beam_slots,
         divisors,
         ends,
         *kept,
         *out,
         WIDTH=found.tokens.shape[1],
-        PLACES=state.tables.shape[1],
+        BEAM_SLOTS=state.tables.shape[1],
         BLOCK_BEAMS=block_beams(state),
         BLOCK_ENDS=_BLOCK_ENDS,
         num_warps=1,

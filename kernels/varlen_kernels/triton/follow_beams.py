@@ -45,18 +45,18 @@ def _copies(
 @triton.jit
 def _follow_kernel(
     searches_ptr,  # [searches, FOLLOW_COLUMNS]
-    places_ptr,  # [beams]
+    beam_slots_ptr,  # [beams]
     given_ptr,  # [beams, 2]
     context_lens_ptr,  # [rows]
     cu_blocks_ptr,  # [rows + 1]
-    tables_ptr,  # [2, PLACES, BLOCKS]
-    parents_ptr,  # [2, PLACES]
-    tokens_ptr,  # [2, PLACES]
+    tables_ptr,  # [2, BEAM_SLOTS, BLOCKS]
+    parents_ptr,  # [2, BEAM_SLOTS]
+    tokens_ptr,  # [2, BEAM_SLOTS]
     token_ids_ptr,  # [rows]
     block_ids_ptr,  # [blocks]
     slots_ptr,  # [rows] int64
     copies_ptr,  # [beams, 2]
-    PLACES: tl.constexpr,
+    BEAM_SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_BEAMS: tl.constexpr,  # power of two >= beams
@@ -71,8 +71,8 @@ def _follow_kernel(
     half = length % 2
     beam = tl.arange(0, BLOCK_BEAMS)
     inside = beam < beams
-    own = tl.load(places_ptr + first_beam + beam, mask=inside, other=0)
-    kept = half * PLACES + own
+    own = tl.load(beam_slots_ptr + first_beam + beam, mask=inside, other=0)
+    kept = half * BEAM_SLOTS + own
     given_ptr += (first_beam + beam) * 2
     given = tl.load(given_ptr, mask=inside, other=0)
     is_given = given != _NOT_GIVEN
@@ -87,8 +87,8 @@ def _follow_kernel(
     row = first_row + beam
     table_ptr = block_ids_ptr + tl.load(cu_blocks_ptr + row, mask=inside, other=0)
     now_ptr = tables_ptr + kept.to(tl.int64) * BLOCKS
-    before = (1 - half) * PLACES
-    of_parent = tl.load(places_ptr + first_beam + parent, mask=inside, other=0)
+    before = (1 - half) * BEAM_SLOTS
+    of_parent = tl.load(beam_slots_ptr + first_beam + parent, mask=inside, other=0)
     parent_ptr = tables_ptr + (before + of_parent).to(tl.int64) * BLOCKS
     # the first tables are in the step
     source_ptr = tl.where(length > 1, parent_ptr, table_ptr)
@@ -104,7 +104,7 @@ def _follow_kernel(
     block = tl.load(block_ptr + last, mask=inside, other=0)
     is_copy, unused = _copies(parent, beam, inside)
     is_copy = tl.where(goes_on, is_copy, 0)
-    of_unused = tl.load(places_ptr + first_beam + unused, mask=inside, other=0)
+    of_unused = tl.load(beam_slots_ptr + first_beam + unused, mask=inside, other=0)
     unused_ptr = tables_ptr + (before + of_unused).to(tl.int64) * BLOCKS + last
     written = tl.load(unused_ptr, mask=is_copy != 0, other=0)
     written = tl.where(is_copy != 0, written, block)
@@ -123,7 +123,7 @@ def _follow_kernel(
 def follow_beams(
     state: SearchState,
     searches: Tensor,
-    places: Tensor,
+    beam_slots: Tensor,
     given: Tensor,
     token_ids: Tensor,
     context_lens: Tensor,
@@ -138,7 +138,7 @@ def follow_beams(
     check_contiguous(searches=searches, given=given, copies=copies, **state._asdict())
     _follow_kernel[(len(searches),)](
         searches,
-        places,
+        beam_slots,
         given,
         context_lens,
         cu_blocks,
@@ -149,7 +149,7 @@ def follow_beams(
         block_ids,
         slots,
         copies,
-        PLACES=state.tables.shape[1],
+        BEAM_SLOTS=state.tables.shape[1],
         BLOCKS=state.tables.shape[2],
         BLOCK_SIZE=block_size,
         BLOCK_BEAMS=block_beams(state),

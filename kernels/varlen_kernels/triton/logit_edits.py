@@ -54,10 +54,10 @@ def _edit_logits_kernel(
     begun_tokens_ptr,  # [entries of the host], and so on
     begun_counts_ptr,
     begun_biases_ptr,
-    tokens_ptr,  # [places, ENTRIES], and so on
+    tokens_ptr,  # [slots, ENTRIES], and so on
     counts_ptr,
     biases_ptr,
-    sizes_ptr,  # [places]
+    sizes_ptr,  # [slots]
     STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,27 +65,27 @@ def _edit_logits_kernel(
     """Edit the logits of one sequence."""
     rows_ptr += tl.program_id(0) * _EDIT_COLUMNS
     penalties_ptr += tl.program_id(0) * 3
-    row, place = tl.load(rows_ptr), tl.load(rows_ptr + 1)
+    row, slot = tl.load(rows_ptr), tl.load(rows_ptr + 1)
     is_added, num_banned = tl.load(rows_ptr + 2) != 0, tl.load(rows_ptr + 3)
     begin, end = tl.load(rows_ptr + 4), tl.load(rows_ptr + 5)
     repetition, presence = tl.load(penalties_ptr), tl.load(penalties_ptr + 1)
     frequency = tl.load(penalties_ptr + 2)
-    has_place = place >= 0
-    place = tl.maximum(place, 0)
-    # a list of the host is empty, or the one in the place is
+    has_slot = slot >= 0
+    slot = tl.maximum(slot, 0)
+    # a list of the host is empty, or the one in the slot is
     begun_size = tl.where(end == _KEPT, 0, end - begin)
-    kept_size = tl.load(sizes_ptr + place, mask=end == _KEPT, other=0)
+    kept_size = tl.load(sizes_ptr + slot, mask=end == _KEPT, other=0)
     size = begun_size + kept_size
-    # without a place, nothing is stored
-    stored_size = tl.where(has_place, size, 0)
+    # without a slot, nothing is stored
+    stored_size = tl.where(has_slot, size, 0)
     added = tl.load(
         token_ids_ptr + tl.load(logit_rows_ptr + row, mask=is_added, other=0),
         mask=is_added,
         other=_NO_TOKEN,
     )
-    # int64: rows * STRIDE and places * ENTRIES may pass 2**31
+    # int64: rows * STRIDE and slots * ENTRIES may pass 2**31
     logits_ptr += row.to(tl.int64) * STRIDE
-    first = place.to(tl.int64) * ENTRIES
+    first = slot.to(tl.int64) * ENTRIES
 
     is_listed = tl.zeros([], tl.int32)
     for start in range(0, size, BLOCK):
@@ -113,14 +113,14 @@ def _edit_logits_kernel(
 
     no_bias = tl.full([], _NO_BIAS_BITS, tl.int32).to(tl.float32, bitcast=True)
     is_new = is_added & (is_listed == 0)
-    keeps_new = is_new & has_place
+    keeps_new = is_new & has_slot
     tl.store(tokens_ptr + first + size, added, mask=keeps_new)
     tl.store(counts_ptr + first + size, 1, mask=keeps_new)
     tl.store(biases_ptr + first + size, no_bias, mask=keeps_new)
     logit = tl.load(logits_ptr + added, mask=is_new, other=0.0)
     edited = _edited(logit, 1, no_bias, False, repetition, presence, frequency)
     tl.store(logits_ptr + added, edited, mask=is_new)
-    tl.store(sizes_ptr + place, size + is_new.to(tl.int32), mask=has_place)
+    tl.store(sizes_ptr + slot, size + is_new.to(tl.int32), mask=has_slot)
 
 
 def edit_logits(

@@ -129,7 +129,6 @@ def candidate_launches(
     Args:
         hidden: elements of a row.
         dtype: dtype of the tokens.
-        mode: mode of pooling.
         whole_rows: whether a program owns all features.
     """
     padded = triton.next_power_of_2(hidden)

@@ -64,7 +64,6 @@ def wave_of(device: torch.device, resident: int) -> int:
     """Return the number of programs that a GPU, or else an H100, holds at once.
 
     Args:
-        device: the GPU.
         resident: programs of a launch that a multiprocessor with the shared memory of an A100 holds.
     """
     if device.type != "cuda":

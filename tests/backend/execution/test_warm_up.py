@@ -134,9 +134,9 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
     warm_up(runner)
     run, steps = runner.decoder.steps.run, []
 
-    def broken(arrays, dims, place):
+    def broken(arrays, dims, slot):
         steps.append(len(arrays["context_lens"]))
-        found = run(arrays, dims, place)
+        found = run(arrays, dims, slot)
         # six sequences and a short one
         if steps[-1] == 7:
             found[6, 3] = torch.nan
@@ -174,10 +174,10 @@ def test_a_gpu_that_never_ends_a_step_refuses_a_model_that_generates(
     monkeypatch.setattr(
         runner.decoder.steps,
         "run",
-        lambda arrays, dims, place: (
+        lambda arrays, dims, slot: (
             go_on.wait(10.0)
             if len(limits) - 1 == hangs_at % len(steps)
-            else run(arrays, dims, place)
+            else run(arrays, dims, slot)
         ),
     )
     with pytest.raises(ModelFaultError, match=r"not ended its first work in 0\.\d+ s .*: it hangs"):
@@ -208,8 +208,8 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
     monkeypatch.setattr(
         runner.decoder.steps,
         "run",
-        lambda arrays, dims, place: (
-            shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays, dims, place)
+        lambda arrays, dims, slot: (
+            shapes.append(np.diff(arrays["cu_seqlens"]).tolist()) or run(arrays, dims, slot)
         ),
     )
 

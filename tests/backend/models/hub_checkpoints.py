@@ -15,6 +15,8 @@ import transformers
 from tests.checkpoints import WEIGHTS, write_file
 from varlen.models.checkpoint.first_releases import to_native
 
+from .oracle import class_of
+
 VOCABULARY = 96
 LONGEST = 64
 _HIDDEN, _INNER, _LAYERS, _HEADS = 16, 24, 2, 2
@@ -90,7 +92,7 @@ def save_hub_checkpoint(folder: Path, config: dict[str, Any], tokenizer: Path) -
     native = to_native(config)
     settings = transformers.AutoConfig.for_model(**native)
     torch.manual_seed(0)
-    kind = getattr(transformers, architecture_of(native, settings))
+    kind = class_of(architecture_of(native, settings))
     model = kind._from_config(settings, dtype=torch.float32)
     # transformers initializes biases to zero and norms to one, which would hide mistakes
     with torch.no_grad():

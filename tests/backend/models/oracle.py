@@ -7,10 +7,17 @@ import transformers
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 
+from . import stated
+
+
+def class_of(kind):
+    """Return a class of `stated`, else of transformers."""
+    return getattr(stated, kind, None) or getattr(transformers, kind)
+
 
 def load_oracle(folder, kind="BertModel", **settings):
-    """Return the checkpoint loaded by the transformers class `kind`."""
-    loader = getattr(transformers, kind)
+    """Return the checkpoint loaded by the class `kind`: of `stated`, else of transformers."""
+    loader = class_of(kind)
     return loader.from_pretrained(folder, dtype=torch.float32, **settings).eval()
 
 

@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and -v3 checkpoints: all forms of their positions match transformers; what is refused."""
+"""DeBERTa checkpoints: all forms of their positions match transformers; what is refused."""
 
 import numpy as np
 import pytest
@@ -37,6 +37,13 @@ FORMS = {
     "narrow-embeddings": {"embedding_size": 10},
     "narrow-embeddings-with-positions": {"embedding_size": 10, "position_biased_input": True},
     "relu": {"hidden_act": "relu", "layer_norm_eps": 1e-3},
+    "v2-xlarge": {"conv_kernel_size": 3, "conv_act": "gelu", "norm_rel_ebd": "layer_norm"},
+    "wide-convolution-of-one-layer": {
+        "conv_kernel_size": 5,
+        "num_hidden_layers": 1,
+        "hidden_size": 35,
+        "num_attention_heads": 5,
+    },
 }
 
 
@@ -104,8 +111,9 @@ def test_a_classifier_has_the_activation_of_its_pooler(make_checkpoint, rng, act
     assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
 
 
-def test_padding_in_transformers_changes_nothing(make_checkpoint, rng):
-    folder = make_checkpoint(CLASSIFIER, num_labels=2)
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding_in_transformers_changes_nothing(make_checkpoint, rng, window):
+    folder = make_checkpoint(CLASSIFIER, num_labels=2, conv_kernel_size=window)
     rows = rows_of(rng, [5, 40, 12])
     model = load(folder, CLASSIFIER)
     ids = torch.zeros(3, 40, dtype=torch.long)
@@ -119,6 +127,19 @@ def test_padding_in_transformers_changes_nothing(make_checkpoint, rng):
     with torch.inference_mode():
         expected = model(ids, attention_mask=mask).logits
     assert_rows_close(actual, list(expected), roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_classifier_may_have_a_convolution(make_checkpoint, rng, layers):
+    folder = make_checkpoint(CLASSIFIER, num_labels=3, num_hidden_layers=layers, conv_kernel_size=3)
+    rows = rows_of(rng)
+
+    with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
+        actual = encoder.classify(rows)
+
+    roundings = encoder_roundings(folder, torch.bfloat16)
+    expected = logits_of(load(folder, CLASSIFIER), rows)
+    assert_rows_close(actual, expected, roundings=roundings, dtype=torch.bfloat16)
 
 
 def test_int8_keeps_the_direction_of_vectors(make_checkpoint, rng, monkeypatch):
@@ -206,7 +227,9 @@ def test_tensors_of_pretraining_are_left_out(make_checkpoint):
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("conv_kernel_size", 3, "has conv_kernel_size 3; allowed: 0"),
+        ("conv_kernel_size", 4, "has conv_kernel_size 4; allowed: 0 (no convolution), or odd"),
+        ("conv_groups", 2, "has conv_groups 2; allowed: 1"),
+        ("conv_act", "mish", 'has conv_act "mish"; allowed: gelu'),
         ("type_vocab_size", 2, "has type_vocab_size 2; allowed: 0"),
         ("attention_head_size", 64, "has attention_head_size 64; allowed: 8"),
         ("pooler_hidden_size", 12, "has pooler_hidden_size 12; allowed: 24"),

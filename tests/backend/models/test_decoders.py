@@ -112,8 +112,20 @@ def random_rows(rng, lengths):
     return [rng.integers(0, 250, length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["reference", "compiled"])
-@pytest.mark.parametrize("case", CASES)
+# `make test` runs every option in the compiled ops, which serve, and each family in the reference
+@pytest.mark.parametrize(
+    "case, compiled",
+    [
+        pytest.param(
+            case,
+            compiled,
+            id=f"{case}-{'compiled' if compiled else 'reference'}",
+            marks=() if compiled or case in PLAIN else pytest.mark.full,
+        )
+        for case in CASES
+        for compiled in (False, True)
+    ],
+)
 def test_matches_transformers_in_one_step_and_in_chunks(make_checkpoint, rng, case, compiled):
     kind, options = CASES[case]
     folder = make_checkpoint(kind, **options)

@@ -20,7 +20,12 @@ from ..refusals import refused_checkpoint as refused
 
 # The beginning of the classes' names in transformers, and more shapes than the usual small one.
 POST_NORM = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
-FAMILIES = {**POST_NORM, "modernbert": "ModernBert", "deberta-v2": "DebertaV2"}
+FAMILIES = {
+    **POST_NORM,
+    "modernbert": "ModernBert",
+    "deberta": "Deberta",
+    "deberta-v2": "DebertaV2",
+}
 SHAPES = {
     "roberta": {"pad_token_id": 0, "max_position_embeddings": 65, "hidden_act": "relu"},
     "xlm-roberta": {"hidden_size": 35, "num_attention_heads": 5, "layer_norm_eps": 1e-5},
@@ -38,6 +43,13 @@ SHAPES = {
         "norm_bias": True,
     },
     "mpnet": {"max_position_embeddings": 302},
+    "deberta": {
+        "pos_att_type": ["p2c"],
+        "max_relative_positions": 9,
+        "position_biased_input": True,
+        "hidden_size": 35,
+        "num_attention_heads": 5,
+    },
     # without shared projections and buckets
     "deberta-v2": {
         "share_att_key": False,
@@ -123,7 +135,7 @@ def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, 
         model_input_names=names,
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    has_types = name not in ("distilbert", "mpnet", "modernbert", "deberta-v2")
+    has_types = name not in ("distilbert", "mpnet", "modernbert", "deberta", "deberta-v2")
     encoded = [
         tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types) for pair in PAIRS
     ]

@@ -50,7 +50,7 @@ class ThreadLink:
 
     def __init__(self, stage, files, decided, barrier):
         self.stage = stage
-        self.handoffs = Handoffs(*map(_another, files), places=stage.count)
+        self.handoffs = Handoffs(*map(_another, files), slots=stage.count)
         self.arrived, self.after = SimpleQueue(), None
         self._decided, self._barrier = decided, barrier
 

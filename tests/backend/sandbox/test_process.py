@@ -118,15 +118,7 @@ def test_limits_hold_in_a_process_that_ignores_the_ends_of_children_and_blocks_t
         from tests.backend.sandbox.test_process import refused_for_time
         print(refused_for_time())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert "more than 0.1 s of processor time" in done.stdout
+    assert "more than 0.1 s of processor time" in printed_by(program)
 
 
 def refused_for_time():
@@ -141,6 +133,18 @@ def refused_for_time():
     return "served"
 
 
+def printed_by(program):
+    """Return what another process prints that runs a program."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
 def test_a_lower_limit_of_memory_that_holds_already_stays():
     # in the process of a template only: this one keeps its limits
     program = """
@@ -151,12 +155,4 @@ def test_a_lower_limit_of_memory_that_holds_already_stays():
         limit_memory(1 << 40)
         print(resource.getrlimit(resource.RLIMIT_AS) == (most, most))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert done.stdout.strip() == "True"
+    assert printed_by(program).strip() == "True"

@@ -87,26 +87,22 @@ def generate(draw: random.Random, target: Target) -> Ending:
 def stream(draw: random.Random, target: Target) -> Ending:
     """The same in parts."""
     prompt, expected = draw.choice(list(target.known.continuations.items()))
-    client = target.client(DECODER, draw.choice(PROTOCOLS))
-
-    def ask() -> bool:
-        parts = client.stream(
-            prompt, max_tokens=MAX_TOKENS, timeout=target.patience(DECODER), **GREEDY
-        )
-        return tuple(token for part in parts for token in part.token_ids) == expected
-
-    return _ending(ask, DECODER)
+    return _in_parts(draw, target, prompt, expected, max_tokens=MAX_TOKENS, **GREEDY)
 
 
 def stream_seeded(draw: random.Random, target: Target) -> Ending:
     """A long sampled continuation in parts, with a seed."""
     prompt, (expected, *_) = draw.choice(list(target.known.samples.items()))
+    return _in_parts(draw, target, prompt, expected, max_tokens=SAMPLE_TOKENS, **SEEDED)
+
+
+def _in_parts(
+    draw: random.Random, target: Target, prompt: str, expected: tuple[int, ...], **options: Any
+) -> Ending:
     client = target.client(DECODER, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        parts = client.stream(
-            prompt, max_tokens=SAMPLE_TOKENS, timeout=target.patience(DECODER), **SEEDED
-        )
+        parts = client.stream(prompt, timeout=target.patience(DECODER), **options)
         return tuple(token for part in parts for token in part.token_ids) == expected
 
     return _ending(ask, DECODER)

@@ -1,9 +1,19 @@
 """Attention with keys and queries of distances on a CPU, against float64 arithmetic in numpy."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.kernels.float64 import DTYPES, attention64, bounds_of, check, rand, tables_of
+from tests.kernels.float64 import (
+    DTYPES,
+    assert_same_bits_alone,
+    attention64,
+    bounds_of,
+    check,
+    rand,
+    tables_of,
+)
 from varlen_kernels import cpu, reference
 
 # around the numbers of queries and keys that are read together
@@ -62,14 +72,8 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(threads, dtype, monke
     options = {"num_heads": 12, "scale": 0.2, "distances": tables}
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    together = cpu.attention_varlen(qkv, bounds_of(LENGTHS), **options)
 
-    begin = 0
-    for length in LENGTHS:
-        rows = slice(begin, begin + length)
-        alone = cpu.attention_varlen(qkv[rows], bounds_of([length]), **options)
-        assert torch.equal(alone, together[rows])
-        begin += length
+    assert_same_bits_alone(partial(cpu.attention_varlen, **options), qkv, LENGTHS)
 
 
 def test_nan_in_a_key_reaches_no_other_sequence():

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.float64 import DTYPES, attention64, bounds_of, check, f64, rand
+from tests.kernels.float64 import (
+    DTYPES,
+    assert_out_is_overwritten,
+    attention64,
+    bounds_of,
+    check,
+    f64,
+    rand,
+)
 from varlen_kernels import Pooling, cpu, reference
 
 # lengths of the sequences of a batch
@@ -267,6 +275,35 @@ def test_first_tokens_gives_zeros_for_an_empty_sequence(lengths):
     np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
 
 
+@DTYPES
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 5, 0, 5, 2], [0, 3], [63, 1, 100, 0]], ids=str)
+def test_a_product_of_windows_is_a_convolution_of_each_sequence(ops, lengths, size, dtype):
+    hidden, channels = 5, 7
+    x = rand(sum(lengths), hidden, dtype=dtype)
+    weight = torch.from_numpy(f64(rand(channels, hidden, size, seed=1)))
+
+    windows = ops.window_rows(x, bounds_of(lengths), size=size)
+
+    actual = f64(windows) @ weight.permute(2, 1, 0).reshape(-1, channels).numpy()
+    assert windows.dtype == dtype
+    for rows, expected in zip(
+        sequences_of(actual, lengths), sequences_of(f64(x), lengths), strict=True
+    ):
+        if len(rows):
+            whole = torch.from_numpy(expected.T)[None]
+            convolved = torch.nn.functional.conv1d(whole, weight, padding=size // 2)
+            np.testing.assert_allclose(rows, convolved[0].numpy().T, atol=1e-12)
+
+
+def test_tokens_past_the_last_sequence_are_in_no_window():
+    x = torch.arange(1.0, 6.0)[:, None]
+
+    windows = reference.window_rows(x, bounds_of([2, 1]), size=3)
+
+    assert windows[:3].tolist() == [[0, 1, 2], [1, 2, 0], [0, 3, 0]]
+
+
 def calls(ops, dtype):
     """Return a call for each op, as a function of `out`."""
     lengths = [5, 1, 5, 0, 5, 2]
@@ -282,17 +319,11 @@ def calls(ops, dtype):
             qkv, bounds, num_heads=3, scale=0.5, causal=True, out=out
         ),
         "first_tokens": lambda out: ops.first_tokens(x, bounds, out=out),
+        "window_rows": lambda out: ops.window_rows(x, bounds, size=3, out=out),
     }
 
 
 @DTYPES
 @pytest.mark.parametrize("op", calls(reference, torch.float32))
 def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(ops, op, dtype):
-    call = calls(ops, dtype)[op]
-    fresh = call(None)
-    out = torch.full_like(fresh, torch.nan)
-
-    returned = call(out)
-
-    assert returned.data_ptr() == out.data_ptr()
-    assert torch.equal(out, fresh)
+    assert_out_is_overwritten(calls(ops, dtype)[op])

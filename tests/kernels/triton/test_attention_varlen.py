@@ -159,6 +159,16 @@ def test_a_window_hides_tokens_that_are_far(window, causal, has_bias, device):
     )
 
 
+@pytest.mark.parametrize("causal, has_bias", [(False, False), (True, True)], ids=["", "bias"])
+@pytest.mark.parametrize("window", [0, 33])
+def test_scores_have_a_limit(window, causal, has_bias, device):
+    lengths = [70, 1]
+    bias = bias_for(lengths, device) if has_bias else None
+    options = {"scale": 3.0, "soft_cap": 2.5, "causal": causal, "window": window, "bias": bias}
+
+    check_against_reference(lengths, 16, torch.float32, device, **options)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_a_window_of_16_bit_keys_has_many_masked_blocks(causal, device):
@@ -400,6 +410,7 @@ def test_the_mean_length_has_four_buckets(tokens, batch, mean):
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens is \[2\] torch.int64"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
         ({"window": -1}, "window is -1; allowed: 0 .all tokens. and above"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0; allowed: 0 .no limit. and above"),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 2 heads"),
         ({"num_kv_heads": 0}, "num_kv_heads is 0; allowed: divisors of 2 heads"),
         ({"out": torch.zeros(4, 31)}, r"out is \[4, 31\] .* must be \[4, 32\]"),

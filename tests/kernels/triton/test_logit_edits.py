@@ -15,13 +15,13 @@ def moved(tensors, device):
     ]
 
 
-def lists_of(state, places):
-    """Return the lists of some places."""
+def lists_of(state, slots):
+    """Return the lists of some slots."""
     *lists, sizes = (each.cpu() for each in state)
     return [
-        [each[place, : sizes[place]].view(torch.int32).tolist() for each in lists]
-        for place in places
-        if place >= 0
+        [each[slot, : sizes[slot]].view(torch.int32).tolist() for each in lists]
+        for slot in slots
+        if slot >= 0
     ]
 
 
@@ -43,7 +43,7 @@ def test_every_form_gives_the_bits_of_the_reference(seed, vocabulary, device, mo
         expected = steps[0][0].view(torch.int32)
         assert torch.equal(steps[1][0].view(torch.int32), expected)
         assert torch.equal(steps[2][0].cpu().view(torch.int32), expected)
-        kept = [lists_of(state, sequences.places) for state in states]
+        kept = [lists_of(state, sequences.slots) for state in states]
         assert kept[1] == kept[2] == kept[0]
 
 

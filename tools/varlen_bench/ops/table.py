@@ -447,7 +447,7 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "begun": lambda _: _no_lists,
     "edit_logits.state": _edit_state,
     # searches, before a step and after it
-    "places": lambda s: [*range(s.batch * s.beams)],
+    "beam_slots": lambda s: [*range(s.batch * s.beams)],
     "follow_beams.state": _followed_state,
     "follow_beams.searches": lambda s: _table(
         [[i * s.beams, s.beams, 2, i * s.beams] for i in range(s.batch)], FOLLOW_COLUMNS

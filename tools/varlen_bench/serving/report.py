@@ -89,7 +89,6 @@ def best_peer(rows: Iterable[Row], precision: str = "") -> Row | None:
     """Return the result of the peer that sustains most, among the rows of one mix.
 
     Args:
-        rows: rows of the mix.
         precision: precision of the peers that count; all if empty.
     """
     results = [(row, SYSTEMS[row.system]) for row in rows if row.kind == "result"]

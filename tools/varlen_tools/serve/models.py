@@ -17,6 +17,7 @@ from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.folder_kind import has_checkpoint
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheFolder, holder
 from varlen_tools.fetch import (
@@ -127,7 +128,7 @@ def model_folders(folder: Path, report: Callable[[str], object]) -> list[Path]:
         folder: a model, with config.pbtxt and versions, or a repository of such models.
         report: function that shows the parts that are left out.
     """
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir() or has_checkpoint(folder):
         return []
     # links keep their names: the server compares them with config.pbtxt
     folder = folder.absolute()

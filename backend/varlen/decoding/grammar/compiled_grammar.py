@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from varlen.errors import RequestError, VarlenError
+from varlen.sandbox.frames import ADVANCE, COMPILED, FORGET, HEAD, MASK, MEMORY
 from varlen.sandbox.process import SandboxProcess
-from varlen.sandbox.protocol import ADVANCE, COMPILED, FORGET, HEAD, MASK, MEMORY
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno

@@ -70,7 +70,7 @@ class EditedRow(NamedTuple):
     """A row of logits that is edited.
 
     Attributes:
-        slot: slot of its list on the device, or NO_PLACE.
+        slot: slot of its list on the device, or NO_SLOT.
         is_added: whether the token of the step is added to the list first.
         num_banned: number of first tokens of the list that are banned.
         penalties: repetition, presence and frequency penalty.

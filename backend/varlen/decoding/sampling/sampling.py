@@ -29,7 +29,7 @@ from varlen.scheduling.device_plan import Draws, EditLimits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.cpu.choices import best_tokens
 from varlen_kernels.ops import kernels_for
-from varlen_kernels.reference.logit_edits import NO_PLACE, EditLists, EditState
+from varlen_kernels.reference.logit_edits import NO_SLOT, EditLists, EditState
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Sampler:
             # the mask of a grammar says when an end token may come
             EditedRow(
                 row,
-                NO_PLACE,
+                NO_SLOT,
                 is_added=False,
                 num_banned=0 if state.matcher is not None else state.num_early_ends(length),
                 penalties=state.penalties,

@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from varlen.errors import CheckpointError, EngineError, RequestError, shorten
 from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE
+from varlen.sandbox.frames import INVALID, REFUSED, TEXT, UNREAD
 from varlen.sandbox.process import Sandbox, SandboxProcess
-from varlen.sandbox.protocol import INVALID, REFUSED, TEXT, UNREAD
 
 MAX_MESSAGES = 1024
 

@@ -54,7 +54,6 @@ class _Call:
     Attributes:
         op: number of the op.
         bound: the function with what it gets.
-        address: its address.
     """
 
     op: int
@@ -250,7 +249,6 @@ def compile_program(
     There are none for other kernels.
 
     Args:
-        program: the program.
         kernels: the kernels that it runs with.
         states: the tensor of each state, by name.
         needs_products: whether there are none if a product has no compiled form: such a product uses the cores of

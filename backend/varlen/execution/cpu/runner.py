@@ -54,7 +54,6 @@ class CpuRunner:
     whole sequences are padded to few numbers of tokens: by less than an eighth, or by seven tokens.
 
     Attributes:
-        program: the program.
         arena: memory of its intermediates.
         input_names: inputs that a batch brings; a stage receives others.
         is_compiled: whether it runs as calls of compiled code.
@@ -77,7 +76,6 @@ class CpuRunner:
         """Compile the program.
 
         Args:
-            program: the program.
             kernels: module with the functions that ops name.
             arena: memory of the intermediates.
             states: the tensor of each state, by name.
@@ -262,15 +260,15 @@ class CpuSteps:
             shape = logits.at(runner.arena.largest)
             self._logits = torch.empty(stage.count, *shape, dtype=logits.dtype)
 
-    def run(self, arrays: Arrays, dims: Dims, place: int = 0) -> Tensor:
-        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one in this place.
+    def run(self, arrays: Arrays, dims: Dims, slot: int = 0) -> Tensor:
+        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one in this slot.
 
         Args:
             arrays: `step_arrays`.
             dims: their dimensions, `step_dims`.
-            place: place of the logits, where the logits of several steps are kept.
+            slot: slot of the logits, where the logits of several steps are kept.
         """
-        logits = self.last_logits(dims["logit_rows"], place)
+        logits = self.last_logits(dims["logit_rows"], slot)
         step = partial(self._runner.run, arrays, dims, [logits])
         if self._runner.is_compiled:
             self._cores.run(step, dims["tokens"], torch.get_num_threads())
@@ -279,12 +277,12 @@ class CpuSteps:
             step()
         return logits
 
-    def last_logits(self, rows: int, place: int = 0) -> Tensor:
-        """Return the logits of the last step in a place, `[rows, vocabulary]`.
+    def last_logits(self, rows: int, slot: int = 0) -> Tensor:
+        """Return the logits of the last step in a slot, `[rows, vocabulary]`.
 
         Stages before the last have none.
         """
-        return self._logits[place, :rows] if len(self._logits) else self._logits
+        return self._logits[slot, :rows] if len(self._logits) else self._logits
 
     def share_logits(self) -> int:
         """Move the logits to memory that another process can map; return its file descriptor."""
@@ -296,7 +294,7 @@ class CpuSteps:
         """No resources to release."""
 
 
-def map_logits(descriptor: int, places: int, rows: int, vocab_size: int) -> Tensor:
-    """Return the logits in the memory of a file descriptor, `[places, rows, vocabulary]` fp32."""
+def map_logits(descriptor: int, slots: int, rows: int, vocab_size: int) -> Tensor:
+    """Return the logits in the memory of a file descriptor, `[slots, rows, vocabulary]` fp32."""
     memory = map_shared(descriptor)
-    return torch.frombuffer(memory, dtype=torch.float32).view(places, rows, vocab_size)
+    return torch.frombuffer(memory, dtype=torch.float32).view(slots, rows, vocab_size)

@@ -47,7 +47,6 @@ class StageCut:
 
     Attributes:
         bounds: first layer of each stage, and the number of layers.
-        layers: the layers of this stage.
     """
 
     bounds: Sequence[int]

@@ -52,7 +52,7 @@ _TABLES = "block_ids"
 # Inputs of the step; they start after the tokens that the previous step chose.
 _TOKENS = "token_ids"
 # Where each token of a step lies: among the chosen ones, or among its inputs.
-_PLACES = Value("places", (Size(tokens=1),), torch.int32)
+_WORD_INDICES = Value("word_indices", (Size(tokens=1),), torch.int32)
 # What tokens are drawn with, as `sample_tokens` takes it.
 _ROW = (Size(logit_rows=1),)
 _DRAWS = (
@@ -66,7 +66,7 @@ _DRAWS = (
 _EDITED_ROWS = Value("edited_rows", (*_ROW, Size(EDIT_COLUMNS)), torch.int32)
 _PENALTIES = Value("penalties", (*_ROW, Size(3)), torch.float32)
 # Inputs that the program does not read.
-_OF_CHOICE = (_PLACES, _EDITED_ROWS, _PENALTIES, *_DRAWS)
+_UNREAD = (_WORD_INDICES, _EDITED_ROWS, _PENALTIES, *_DRAWS)
 # Gets `PackedStep.beams` and the inputs of the step.
 Follow: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # Chosen tokens are as many bytes as keep what follows them aligned.
@@ -195,7 +195,7 @@ class _GraphRunner:
             each: {name: view.numpy() for name, view in layout.views(each.inputs).items()}
             for each in self._buffers
         }
-        value, _, last = layout.places[-1]
+        value, _, last = layout.parts[-1]
         num_bytes = last.start if value.name == _TABLES else layout.num_bytes
         return _Captured(dims, buffers, inputs, num_bytes, replay)
 
@@ -372,7 +372,7 @@ class CudaSteps(_GraphRunner):
         # tokens first, tables last
         declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
         declared.sort(key=lambda value: value.name != _TOKENS)
-        declared = [*declared[:-1], *_OF_CHOICE, declared[-1]]
+        declared = [*declared[:-1], *_UNREAD, declared[-1]]
         device, rows, tokens = arena.device, arena.largest["logit_rows"], arena.largest["tokens"]
         most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
         # a step of prompts has tables for each of its tokens
@@ -479,10 +479,10 @@ class CudaSteps(_GraphRunner):
         self.arena.allocate(captured.dims)
         inputs = captured.inputs[buffers]
         fill_inputs(inputs, arrays)
-        places = inputs[_PLACES.name]
-        places[:] = np.arange(self._first_input, self._first_input + len(places))
+        indices = inputs[_WORD_INDICES.name]
+        indices[:] = np.arange(self._first_input, self._first_input + len(indices))
         of_tokens, outputs = step.follows
-        places[of_tokens] = outputs
+        indices[of_tokens] = outputs
         if step.edits or "uniform" in step.draws:
             for name, numbers in step.draws.items():
                 inputs[name][:rows] = numbers
@@ -506,7 +506,6 @@ class CudaSteps(_GraphRunner):
         """Draw the tokens of the step that was started last.
 
         Args:
-            step: the step.
             on_device: its inputs.
             rows: rows of its logits.
             begun: edit lists that the host sends.
@@ -542,14 +541,14 @@ class CudaSteps(_GraphRunner):
         }
 
     def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
-        places = inputs[_PLACES.name]
-        for value in _OF_CHOICE:
+        indices = inputs[_WORD_INDICES.name]
+        for value in _UNREAD:
             del inputs[value.name]
         inputs[_TOKENS] = self._token_ids[: dims["tokens"]]
         rows = dims["logit_rows"]
 
         def work() -> None:
-            torch.index_select(self._words, 0, places, out=inputs[_TOKENS])
+            torch.index_select(self._words, 0, indices, out=inputs[_TOKENS])
             self._run_program(dims, inputs, region, self._logits[:rows])
             torch.argmax(self._logits[:rows], 1, out=self._best[:rows])
             self._chosen[:rows].copy_(self._best[:rows])

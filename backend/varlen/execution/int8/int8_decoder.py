@@ -50,7 +50,6 @@ class CalibratedDecoder:
 
         Args:
             programs: programs of `record_steps` in fp32 on the CPU, with `CALIBRATION_KV`.
-            checkpoint: checkpoint of the model.
         """
         self.programs: tuple[Program, ...] = tuple(programs)
         self.checkpoint = checkpoint
@@ -149,7 +148,6 @@ def _chunk(
     Args:
         prompt: text, or target with its source.
         start: position of the first token.
-        token_ids: the tokens.
         place: number of the prompt in the step.
         encodes: whether its source is encoded before.
     """

@@ -28,7 +28,6 @@ class CalibratedEncoder:
 
         Args:
             encoder: encoder in fp32 on the CPU.
-            checkpoint: its checkpoint.
         """
         self.checkpoint = checkpoint
         self.longest = checkpoint.max_sequence_tokens

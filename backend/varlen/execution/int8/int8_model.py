@@ -65,7 +65,6 @@ class CalibratedModel(Protocol[_Answer]):
 
     Attributes:
         name: noun for the log.
-        checkpoint: checkpoint of the model.
         programs: programs with the layers that may run in int8.
         longest: longest text, in tokens; longer ones are cut.
     """
@@ -278,7 +277,6 @@ def _stored(
     """Return the calibration stored with a checkpoint, or None if none fits.
 
     Args:
-        model: the model.
         hashes: its architecture and its weights.
         bits: number of bits of a code of a weight.
 

@@ -128,7 +128,6 @@ def measure_errors(layers: Mapping[LayerKey, QuantizedLayer], run: Run) -> dict[
     A layer gets the inputs that it has in fp32, so errors of earlier layers do not count.
 
     Args:
-        layers: the layers in int8.
         run: runs programs of these layers in fp32 over texts.
     """
     squares = {key: np.zeros(2) for key in layers}

@@ -82,7 +82,6 @@ def quantize_layers(
 
     Args:
         programs: programs with these layers in fp32 on the CPU.
-        codes: the codes of each layer.
         bits: number of bits of a code.
     """
     product, layers = product_of(bits), linear_weights(programs)
@@ -110,7 +109,6 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
 
     Args:
         program: program in fp32.
-        layers: the layers to replace.
     """
 
     def replaced(op: Op) -> Op:

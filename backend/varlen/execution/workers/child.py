@@ -182,8 +182,6 @@ def answer_orders(
     """Answer batches or steps until the engine closes the connection, then end the process.
 
     Args:
-        connection: connection to the engine.
-        work: runs them.
         leader: sends them to the other stages as they arrive, if there are any.
     """
     from varlen.execution.workers.work import Orders, ReadAhead

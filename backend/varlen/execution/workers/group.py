@@ -122,7 +122,7 @@ class StageLinks:
         self._before = Connection(before[0]) if before else None
         self._behind = Connection(behind[0]) if behind else None
         received, sent = (ends[1] if ends else None for ends in (before, behind))
-        self.handoffs = Handoffs(received, sent, places=count)
+        self.handoffs = Handoffs(received, sent, slots=count)
         self._config = config
         # nothing is late while models load
         self._longest_wait: float | None = None
@@ -189,7 +189,6 @@ class Leader(_Linked):
         """Start the others, which load their parts while this process loads its own.
 
         Args:
-            setup: the setup of this process.
             message_of: returns some work as a message to the others.
         """
         # the engine's thread that starts it ends after its last step; the others end with the leader

@@ -52,9 +52,7 @@ class Setup:
     """What a process is to load.
 
     Attributes:
-        control: its control socket.
         fields: the message that says it.
-        config: the settings.
         descriptors: file descriptors that came with the message.
     """
 
@@ -245,7 +243,6 @@ class ModelProcess:
 
     Attributes:
         info: model facts for the engine.
-        config: the settings.
         share: tells workers whether their batch runs alone.
         restarts: limit of starts after the first; None is no limit.
         is_lost: whether the process has ended and no other one has started.

@@ -79,8 +79,6 @@ def load_step_model(
     """Return a model that generates, warmed up.
 
     Args:
-        checkpoint: checkpoint to load.
-        config: the settings.
         chooser: chooses tokens from logits on the device of the settings.
         stats: counts processes that had to be started again.
         gpu: number of the GPU, if the model runs on one.
@@ -118,7 +116,6 @@ class ProcessSteps:
     process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
 
     Attributes:
-        host: the process.
         slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
             stage.
         graph_use: cost of CUDA graphs, which it has none of.
@@ -128,7 +125,6 @@ class ProcessSteps:
         """Connect to the process.
 
         Args:
-            host: the process.
             chooser: chooses tokens from logits on a CPU, and says what the process chooses.
             stats: counts the processes that replace it.
 
@@ -142,8 +138,8 @@ class ProcessSteps:
         # whether steps in flight have different sequences, as in a pipeline
         self._runs_apart = stages > 1
         self.slots = stages if self._runs_apart else MAX_STEPS
-        # places of logits in the process, and the place of the last step
-        self._places, self._place = stages, 0
+        # slots of logits in the process, and the slot of the last step
+        self._slots, self._slot = stages, 0
         self._launcher = StepLauncher(self, chooser, runs_apart=self._runs_apart)
         # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: Int32Array | None = None
@@ -207,8 +203,8 @@ class ProcessSteps:
             packed.take_tokens(self._chosen)
             packed = replace(packed, follows=np.empty((2, 0), np.int32))
         self._chosen = None
-        self._place = (self._place + 1) % self._places
-        packed.keep_logits(self._place)
+        self._slot = (self._slot + 1) % self._slots
+        packed.keep_logits(self._slot)
         answers = self._worker.launch(step_message(packed), seconds=step.seconds)
         return lambda: _chosen_of(*answers())
 
@@ -217,7 +213,7 @@ class ProcessSteps:
     ) -> Sequence[SampledToken | BeamStep]:
         """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
-            logits = self._logits[packed.place, : step.num_logit_rows]
+            logits = self._logits[packed.slot, : step.num_logit_rows]
             outputs = self._chooser.outputs(step, plan, chosen, logits)
         self._chosen = tokens_of_rows(step, outputs)
         return outputs
@@ -247,9 +243,7 @@ class ProcessSteps:
         (descriptor,) = self._worker.descriptors
         try:
             info = self.info
-            self._logits = map_logits(
-                descriptor, self._places, info.max_logit_rows, info.vocab_size
-            )
+            self._logits = map_logits(descriptor, self._slots, info.max_logit_rows, info.vocab_size)
         finally:
             os.close(descriptor)
 

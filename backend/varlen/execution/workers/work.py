@@ -39,7 +39,6 @@ class Work(Protocol[_Order, _Part]):
     """The work of a process that has loaded a model, or a part of one.
 
     Attributes:
-        runner: the model.
         is_forked: whether workers are forked from this process; if not, it is its own only worker.
     """
 
@@ -63,7 +62,6 @@ class Work(Protocol[_Order, _Part]):
         """Return the answers to some work.
 
         Args:
-            order: the work.
             part: returns the result of `prepare`.
         """
 
@@ -169,7 +167,6 @@ class Orders(Generic[_Order, _Part]):
         """Read from a connection to the engine.
 
         Args:
-            connection: connection to the engine.
             read: returns the work of a message.
             prepare: returns the part of it that ranks or stages run.
         """

@@ -183,7 +183,6 @@ class _Sent:
     """Work in flight.
 
     Attributes:
-        message: the work.
         seconds: expected run time.
         is_sent: whether the worker has it.
         attempts: workers that have ended while it was the first in flight.
@@ -219,7 +218,6 @@ class WorkerProcess:
         """Start the worker.
 
         Args:
-            host: process of the model.
             restarted: called after the worker ended and another one has started.
             slots: batches that may be in flight.
             has_state: whether work needs what work before it has left in the worker. Then all work in flight fails with
@@ -252,7 +250,6 @@ class WorkerProcess:
             EngineError: the work failed, or ended two workers.
 
         Args:
-            message: the work.
             seconds: expected run time.
         """
         sent = _Sent(message, seconds)

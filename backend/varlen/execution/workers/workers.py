@@ -96,8 +96,6 @@ def load_workers(
     """Return the workers of a model.
 
     Args:
-        checkpoint: checkpoint to load.
-        config: the settings.
         stats: counts workers that had to be started again.
         gpu: number of the GPU, if the model runs on one.
         isolated: whether workers on a CPU are processes instead of threads.

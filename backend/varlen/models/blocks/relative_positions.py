@@ -1,7 +1,8 @@
-"""T5's relative positions: a bias of attention scores by the distance from query to key.
+"""Relative positions: a bias of attention scores by the distance from query to key.
 
-Distances share learned biases: near ones have one each, farther ones fall into buckets that grow with the logarithm.
-Source: Raffel et al. 2019, arXiv:1910.10683, section 2.1; buckets as in Mesh TensorFlow.
+Of T5, where distances share learned biases: near ones have one each, farther ones fall into buckets that grow with the
+logarithm. Source: Raffel et al. 2019, arXiv:1910.10683, section 2.1; buckets as in Mesh TensorFlow. And ALiBi, where
+the bias is a slope of each head times the distance. Source: Press et al. 2021, arXiv:2108.12409.
 """
 
 from __future__ import annotations
@@ -33,6 +34,24 @@ def bias_by_distance(table: Tensor, *, max_distance: int, is_causal: bool) -> Te
         half = buckets // 2
         bucket = _bucket(later.abs(), half, max_distance) + half * (later > 0)
     return table.float()[bucket.to(table.device)].t().contiguous()
+
+
+def alibi_by_distance(num_heads: int, furthest: int) -> Tensor:
+    """Return the bias of each head and distance in both directions, `[num_heads, 2 * furthest + 1]` fp32.
+
+    Entry furthest + d belongs to a key d tokens before or after its query.
+    """
+    import torch
+
+    # powers of two of heads have a geometric series; others take every second slope of the next one
+    whole = 2 ** (num_heads.bit_length() - 1)
+    slopes = [*_slopes(whole), *_slopes(2 * whole)[::2]][:num_heads]
+    distance = torch.arange(-furthest, furthest + 1).abs()
+    return -torch.tensor(slopes)[:, None] * distance
+
+
+def _slopes(heads: int) -> list[float]:
+    return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
 
 
 def _bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

@@ -70,6 +70,8 @@ class Family(Generic[Model_co]):
         has_token_types: whether its models tell the two texts of a pair apart by token types.
         masked_lm: returns the head of its masked language models; None if it is not served.
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
+        own_transformer: a module of its checkpoints that stands for Transformer of sentence-transformers, if they have
+            one.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
         read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
         is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
@@ -86,6 +88,7 @@ class Family(Generic[Model_co]):
     has_token_types: bool = False
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
+    own_transformer: str = ""
     is_divisible: bool = False
     read_pooling: Callable[[Json], Pooling | None] = lambda _: None
     is_causal: Callable[[Json], bool] = is_causal

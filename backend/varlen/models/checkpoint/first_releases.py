@@ -1,17 +1,19 @@
 """config.json of models with code of their own, in the fields of transformers 5.
 
-They are the first releases of NomicBERT, GTE and EuroBERT, and decoders whose tokens read later ones too: NVIDIA's
-Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a checkpoint
-runs: the fields that it read are translated, and those that change its results in another way are refused.
-Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the
-text of a pair from its model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and
-perplexity-ai/pplx-embed-v1-0.6b on the Hugging Face hub.
+They are the first releases of NomicBERT, GTE and EuroBERT, encoders of Jina, and decoders whose tokens read later ones
+too: NVIDIA's Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a
+checkpoint runs: the fields that it read are translated, and those that change its results in another way are refused.
+Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, jinaai/jina-bert-implementation and
+xlm-roberta-flash-implementation, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the text of a pair from its
+model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and perplexity-ai/pplx-embed-v1-0.6b on the
+Hugging Face hub.
 """
 
 import re
 from collections.abc import Collection, Mapping
 
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.adapters import FIELDS as ADAPTER_FIELDS
 from varlen.models.checkpoint.config_fields import REMEDY
 from varlen.models.checkpoint.config_file import (
     Json,
@@ -91,6 +93,21 @@ _GTE_HARMLESS = frozenset(
     "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
 )
 
+# Feed-forward parts of JinaBERT with a gate, and the activation of that gate.
+_JINA_BERT_GATES = {"geglu": "gelu", "reglu": "relu"}
+_JINA_BERT_FIXED: Mapping[str, object] = {"position_embedding_type": "alibi"}
+# What its own method `encode` reads, and a limit that its tokenizer has too.
+_JINA_BERT_HARMLESS = ("emb_pooler", "model_max_length")
+
+# XLM-RoBERTa of Jina, with a position table or rotary positions.
+_JINA_XLM_FIXED: Mapping[str, object] = {"truncate_dim": None}
+_JINA_XLM_HARMLESS = frozenset(
+    # training and prompts, and how its code runs
+    "emb_pooler load_trained_adapters lora_dropout_p lora_main_params_trainable matryoshka_dimensions output_past"
+    " task_instructions use_flash_attn use_reentrant".split()
+)
+_JINA_XLM_TYPES = {"absolute": "xlm-roberta", "rotary": "jina_embeddings_v3"}
+
 _GTE_FORM = frozenset({"layer_norm_type", "pack_qkv"})
 # Texts of tokens, which the files of the tokenizer have too.
 _TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token")
@@ -117,6 +134,8 @@ def to_native(config: Json) -> Json:
         ),
         (_qwen3, kind == "bidirectional_pplx_qwen3"),
         (_qwen3, kind == "qwen3" and config.get(_BIDIRECTIONAL)),
+        (_jina_bert, kind == "bert" and "feed_forward_type" in fields),
+        (_jina_xlm, kind == "xlm-roberta" and {"auto_map", "use_flash_attn"} <= fields),
         (_eurobert, kind == "eurobert" and fields & {"auto_map", "clf_pooling"}),
     )
     translate = next((translate for translate, has_form in forms if has_form), None)
@@ -159,6 +178,34 @@ def _gte(config: Json) -> Json:
     if isinstance(scaling, dict) and "ntk" in (scaling.get("type"), scaling.get("rope_type")):
         native["rope_scaling"] = _linear_form(native, scaling)
         del native["rope_theta"]
+    return native
+
+
+def _jina_bert(config: Json) -> Json:
+    _check({"position_embedding_type": "absolute", **config}, _JINA_BERT_FIXED, "JinaBert")
+    gate = read_choice(config, "feed_forward_type", _JINA_BERT_GATES, default="")
+    native = _without(config, {*_JINA_BERT_HARMLESS, "auto_map", "feed_forward_type"})
+    _set(native, "hidden_act", gate, "feed_forward_type")
+    names = config.get("architectures")
+    names = names if isinstance(names, list) and names else ["Model"]
+    native["architectures"] = [re.sub("^(Jina)?(Bert)?", "JinaBert", str(name)) for name in names]
+    return native
+
+
+def _jina_xlm(config: Json) -> Json:
+    _check(config, _JINA_XLM_FIXED, "XLMRoberta")
+    dropped = {*_JINA_XLM_FIXED, *_JINA_XLM_HARMLESS, "auto_map", "rotary_emb_base"}
+    native = _without(config, {*dropped, "position_embedding_type"})
+    kind = read_choice(config, "position_embedding_type", _JINA_XLM_TYPES, default="rotary")
+    if not config.get("load_trained_adapters"):
+        # its code would make new ones
+        native = _without(native, ADAPTER_FIELDS)
+    native["model_type"] = kind
+    if kind == "xlm-roberta":
+        return native
+    native["rope_theta"] = read_number(config, "rotary_emb_base", default=10_000.0)
+    _rename(native, "XLMRobertaLoRA$", "JinaEmbeddingsV3Model")
+    _rename(native, "XLMRoberta", "JinaEmbeddingsV3")
     return native
 
 

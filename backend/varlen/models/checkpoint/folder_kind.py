@@ -8,6 +8,7 @@ from varlen.models.checkpoint.config_file import read_json, show
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, names_in
 from varlen.models.checkpoint.incomplete_files import check_no_pointers
+from varlen.models.checkpoint.static_files import static_folder
 from varlen.models.checkpoint.weights import INDEX, SINGLE
 
 
@@ -25,24 +26,16 @@ def check_is_transformer(folder: Path) -> None:
             f"{folder} holds an adapter of peft for the model {base}, not the model itself; load both with peft, merge"
             " them with merge_and_unload, and save the result and its tokenizer with save_pretrained"
         )
-    if _is_static(folder):
-        raise CheckpointError(
-            f"{folder} holds static embeddings (StaticEmbedding or model2vec): a vector for each token of the"
-            " vocabulary and no transformer, which is not served; sentence-transformers needs no server for them"
-        )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder looks like a checkpoint; static embeddings may have no config.json."""
+    return has_file(folder, "config.json") or static_folder(folder) is not None
 
 
 def _has_model(folder: Path) -> bool:
     has_weights = has_file(folder, SINGLE) or has_file(folder, INDEX)
     return has_weights and has_file(folder, "config.json")
-
-
-def _is_static(folder: Path) -> bool:
-    modules, config = _read(folder, "modules.json"), _read(folder, "config.json")
-    first = modules[0] if isinstance(modules, list) and modules else None
-    kind = first.get("type") if isinstance(first, dict) else None
-    is_model2vec = isinstance(config, dict) and config.get("model_type") == "model2vec"
-    return is_model2vec or str(kind).rpartition(".")[-1] == "StaticEmbedding"
 
 
 def _read(folder: Path, name: str) -> Any:

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
-from varlen.models.checkpoint.weights import TensorHeader, check_tensor, check_unused
+from varlen.models.checkpoint.weights import (
+    TensorHeader,
+    check_indices,
+    check_tensor,
+    check_unused,
+)
 
 # Stands for a tensor that is not read.
 NOTHING: Any = None
@@ -40,6 +45,11 @@ class HeaderReader(LayerReader):
     def rows(self, name: str, *shape: int, of: Sequence[int]) -> Any:  # noqa: ARG002  # no row is read
         """Check a tensor."""
         self.tensor(name, *shape)
+
+    def indices(self, name: str, count: int, *, below: int) -> Any:  # noqa: ARG002  # no number is read
+        """Check a tensor of row numbers."""
+        check_indices(self._headers, name, count)
+        self._read.add(name)
 
     def head_columns(self, name: str, rows: int, heads: int) -> Any:
         """Check a tensor."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from varlen.errors import ConfigError
+from varlen.errors import CheckpointError, ConfigError
 from varlen.program.rank import ALONE, Rank
 
 if TYPE_CHECKING:
@@ -219,6 +219,24 @@ class LayerReader(Container[str]):
         """Return some rows of a tensor, `[len(of), ...]`."""
         # not the whole tensor in another dtype; a list of rows makes a copy
         return self._weights.read(name, *shape)[list(of)].to(self._device, self._dtype)
+
+    def indices(self, name: str, count: int, *, below: int) -> Tensor:
+        """Return a tensor of row numbers, `[count]`, each at least 0 and less than `below`.
+
+        Raises:
+            CheckpointError: a number is out of range.
+        """
+        numbers = self._weights.read_indices(name, count).to(self._device, copy=True)
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < 0 or most >= below:
+            raise CheckpointError(
+                f'the tensor "{name}" names rows from {least} to {most}; allowed: 0 to {below - 1}'
+            )
+        return numbers
+
+    def as_read(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the dtype of this reader, contiguous."""
+        return tensor.to(self._dtype).contiguous()
 
     def head_columns(self, name: str, rows: int, heads: int) -> Tensor:
         """Return this rank's columns of a tensor with one for each head, `[rows, heads]`."""

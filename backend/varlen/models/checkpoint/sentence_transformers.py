@@ -42,11 +42,12 @@ _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
     *("Transformer", "Pooling", "Dense", "Normalize"),
-    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask"),
+    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask", "StaticEmbedding"),
 )
 # Dense may come several times, or not at all.
 _ORDER = re.compile(
     r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+    r"|StaticEmbedding(,Normalize)?"
 )
 # Modules of models with a vector per token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
 _LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
@@ -122,23 +123,26 @@ class SentenceSettings:
     late: LateInteraction | None = None
 
 
-def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
+def read_sentence_settings(
+    folder: Path, *, pooling: Pooling = "mean", transformer: str = ""
+) -> SentenceSettings:
     """Return the settings in a checkpoint folder; defaults where files are absent.
 
     Args:
         pooling: default pooling, if no file names one.
+        transformer: a module of the checkpoint that stands for Transformer.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
     """
     model = read_optional_object(folder, _MODEL_CONFIG)
-    modules = _modules(folder, model)
+    modules = _modules(folder, model, transformer)
     if is_late_interaction(model):
         return _late_settings(folder, modules, model)
     paths = dict(modules)
     is_splade = "SpladePooling" in paths
     last = modules[-1][0] if modules else ""
-    transformer = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
+    settings = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
     pools_prompt = True
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
@@ -151,7 +155,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     prompts, prompt = _prompts(model, last)
     score = None
     if last == "LogitScore":
-        score = read_logit_score(folder, paths[last], transformer, prompt)
+        score = read_logit_score(folder, paths[last], settings, prompt)
         # a message of its own
         prompt = ""
     return SentenceSettings(
@@ -163,8 +167,8 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         default_prompt=prompt,
         # without prompts, there is nothing to leave out
         pools_prompt=pools_prompt or not any(prompts.values()),
-        max_seq_length=_max_seq_length(transformer),
-        lowercase=bool(transformer.get("do_lower_case")),
+        max_seq_length=_max_seq_length(settings),
+        lowercase=bool(settings.get("do_lower_case")),
         activation_class=model.get("activation_fn"),
         splade=(
             read_splade(folder, paths["SpladePooling"], _max_active_dims(model))
@@ -208,7 +212,7 @@ def _late_settings(
     )
 
 
-def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
+def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str]]:
     """Return kind and folder of each module in modules.json; none without the file."""
     is_late = is_late_interaction(model)
     if not is_late and not has_file(folder, "modules.json"):
@@ -216,7 +220,8 @@ def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
     modules = read_json(folder, "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError("modules.json is not a list of objects")
-    kinds = [_module_kind(module) for module in modules]
+    own = {transformer: "Transformer"} if transformer else {}
+    kinds = [own.get(module.get("type")) or _module_kind(module) for module in modules]
     if is_late:
         _check_late_order(kinds, with_mask=not is_pylate(model))
     elif kinds and not _ORDER.fullmatch(",".join(kinds)):
@@ -225,7 +230,7 @@ def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
             " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
         )
     paths = [str(module.get("path") or "") for module in modules]
-    if paths and paths[0]:
+    if paths and paths[0] and kinds[0] != "StaticEmbedding":
         raise CheckpointError(
             f'modules.json has the transformer in the folder "{paths[0]}";'
             " allowed: the checkpoint folder itself"

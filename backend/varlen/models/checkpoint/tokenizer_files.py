@@ -74,13 +74,19 @@ class TokenizerSettings:
 
 
 def read_tokenizer_settings(
-    folder: Path, family: Family[object], model_config: Json, *, lowercase: bool
+    folder: Path,
+    family: Family[object],
+    model_config: Json,
+    *,
+    lowercase: bool,
+    reads_config: bool = True,
 ) -> TokenizerSettings:
     """Return the settings in a checkpoint folder.
 
     Args:
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
+        reads_config: whether tokenizer_config.json counts: for StaticEmbedding it does not.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the two disagree on what changes token ids.
@@ -99,7 +105,7 @@ def read_tokenizer_settings(
             " save tokenizer.json with a normalizer that does"
         )
     default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
-    if not has_file(folder, _CONFIG):
+    if not reads_config or not has_file(folder, _CONFIG):
         return TokenizerSettings(
             chat_templates=_read_chat_templates(folder, {}),
             class_name=default_class,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.adapters import Adapter, factor_names
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
@@ -32,11 +33,17 @@ _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_INDEX_DTYPES = ("I64", "I32")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
-# TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.
-_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+# TensorFlow's names of the two tensors of a layer norm, which transformers renames in the same way; and torch's name of
+# a weight that has adapters.
+_OLD_NAMES = {
+    "LayerNorm.gamma": "LayerNorm.weight",
+    "LayerNorm.beta": "LayerNorm.bias",
+    ".parametrizations.weight.original": ".weight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,21 @@ def check_tensor(
     return header
 
 
+def check_indices(headers: Mapping[str, TensorHeader], name: str, count: int) -> TensorHeader:
+    """Return the header of a tensor of row numbers, `[count]`.
+
+    Raises:
+        CheckpointError: it is missing, has another shape, or its values are no whole numbers.
+    """
+    header = headers.get(name)
+    if header is None or header.dtype not in _INDEX_DTYPES or header.shape != (count,):
+        found = "none" if header is None else f"{header.dtype} {list(header.shape)}"
+        raise CheckpointError(
+            f'the tensor "{name}" is {found}; allowed: {", ".join(_INDEX_DTYPES)} {[count]}'
+        )
+    return header
+
+
 def check_shapes(
     headers: Mapping[str, TensorHeader],
     shapes: Mapping[str, tuple[int, ...]],
@@ -149,13 +171,17 @@ def check_unused(
 class CheckpointWeights:
     """The tensors of one checkpoint folder; a context manager that keeps its files mapped."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Adapter | None = None) -> None:
         """Map the files.
+
+        Args:
+            adapter: the adapter that is merged into the weights that have one.
 
         Raises:
             CheckpointError: see `read_headers`.
         """
         self._headers = read_headers(folder)
+        self._adapter = adapter
         self._stack = ExitStack()
         self._files = {
             path.name: self._stack.enter_context(
@@ -186,12 +212,34 @@ class CheckpointWeights:
     def read(self, name: str, *shape: int) -> "Tensor":
         """Return a tensor as a view of its file, which stays mapped with it.
 
+        With an adapter it is a copy.
+
         Raises:
             CheckpointError: see `check_tensor`.
         """
+        tensor = self._read(name, shape)
+        names = factor_names(name)
+        if self._adapter is None or names[0] not in self._headers:
+            return tensor
+        of_table = "embeddings." in name
+        shapes = self._adapter.shapes(shape, of_table=of_table)
+        first, second = map(self._read, names, shapes)
+        return self._adapter.merged(tensor, (first, second), of_table=of_table)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> "Tensor":
         header = check_tensor(self._headers, name, shape)
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
+
+    def read_indices(self, name: str, count: int) -> "Tensor":
+        """Return a tensor of row numbers, `[count]` int64.
+
+        Raises:
+            CheckpointError: see `check_indices`.
+        """
+        header = check_indices(self._headers, name, count)
+        tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
+        return tensor.long()
 
     def read_parts(
         self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]
@@ -208,6 +256,11 @@ class CheckpointWeights:
         import torch
 
         header = check_tensor(self._headers, name, shape)
+        if self._adapter is not None:
+            whole = self.read(name, *shape)
+            return torch.cat(
+                [whole.narrow(axis, first, last - first) for first, last in bounds], axis
+            )
         view = self._files[header.file].get_slice(header.stored_name)
         return torch.cat([_cut(view, axis, *each) for each in bounds], axis)
 

@@ -53,7 +53,6 @@ class DpPartition:
         """Make a policy.
 
         Args:
-            limits: limits of a batch.
             costs: predicts the seconds of any batch.
             workers: number of batches that run at the same time.
             pressure: number of requests that come for each that waits, infinity for the least total seconds.

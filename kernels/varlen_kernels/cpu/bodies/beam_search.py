@@ -13,11 +13,11 @@ _LOWEST = np.float32(-np.inf)
 
 
 @inlined
-def _is_continued(parents, places, count, parent):
+def _is_continued(parents, beam_slots, count, parent):
     """Return whether one of the first beams of a search continues a beam."""
     found = False
     for beam in range(count):
-        found |= parents[places[beam]] == parent
+        found |= parents[beam_slots[beam]] == parent
     return found
 
 
@@ -35,13 +35,13 @@ def follow_beams(
     first,
     last,
     searches,  # [searches, 4]
-    places,  # [beams]
+    beam_slots,  # [beams]
     given,  # [beams, 2]
     context_lens,  # [rows]
     cu_blocks,  # [rows + 1]
-    tables,  # [2, places, blocks]
-    parents,  # [2, places]
-    tokens,  # [2, places]
+    tables,  # [2, beam slots, blocks]
+    parents,  # [2, beam slots]
+    tokens,  # [2, beam slots]
     token_ids,  # [rows]
     block_ids,  # [blocks]
     slots,  # [rows]
@@ -54,7 +54,7 @@ def follow_beams(
         length, first_beam = searches[search, 2], searches[search, 3]
         half = length % 2
         before = tables[1 - half]
-        own = places[first_beam : first_beam + beams]
+        own = beam_slots[first_beam : first_beam + beams]
         for beam in range(beams):
             if given[first_beam + beam, 0] != NOT_GIVEN:
                 parents[half, own[beam]] = given[first_beam + beam, 0]
@@ -86,11 +86,11 @@ def follow_beams(
 
 
 @inlined
-def _copy_answer(answers, scores, place, to_answers, to_scores, to_place):
+def _copy_answer(answers, scores, slot, to_answers, to_scores, to_slot):
     """Copy an answer of three numbers, and its score."""
-    to_scores[to_place] = scores[place]
+    to_scores[to_slot] = scores[slot]
     for column in range(3):
-        to_answers[to_place, column] = answers[place, column]
+        to_answers[to_slot, column] = answers[slot, column]
 
 
 @inlined
@@ -100,19 +100,19 @@ def _insert_answer(
     parent,
     length,
     count,
-    places,  # [beams]
-    scores,  # [places]
-    answers,  # [places, 3]
+    beam_slots,  # [beams]
+    scores,  # [beam slots]
+    answers,  # [beam slots, 3]
 ):
     """Insert an answer after those that are better or equal; return the number of answers."""
-    beams = len(places)
-    if count == beams and not score > scores[places[beams - 1]]:
+    beams = len(beam_slots)
+    if count == beams and not score > scores[beam_slots[beams - 1]]:
         return count
     rank = min(count, beams - 1)
-    while rank > 0 and scores[places[rank - 1]] < score:
-        _copy_answer(answers, scores, places[rank - 1], answers, scores, places[rank])
+    while rank > 0 and scores[beam_slots[rank - 1]] < score:
+        _copy_answer(answers, scores, beam_slots[rank - 1], answers, scores, beam_slots[rank])
         rank -= 1
-    at = places[rank]
+    at = beam_slots[rank]
     scores[at], answers[at, 0], answers[at, 1], answers[at, 2] = score, token, parent, length
     return min(count + 1, beams)
 
@@ -124,15 +124,15 @@ def _best_candidate(
     first_row,
     num_rows,
     forced,
-    places,  # [beams]
-    scores,  # [places]
+    beam_slots,  # [beams]
+    scores,  # [beam slots]
     heads,  # [beams], place of the next candidate of each beam
 ):
     """Return score, beam and token of the best candidate that is left; NO_TOKEN without one."""
     best, parent, token = _LOWEST, 0, np.int32(NO_TOKEN)
     for beam in range(num_rows):
         at, row = heads[beam], first_row + beam
-        score, candidate = scores[places[beam]], forced
+        score, candidate = scores[beam_slots[beam]], forced
         if forced == NO_TOKEN and at < logprobs.shape[1]:
             score, candidate = score + logprobs[row, at], tokens[row, at]
         elif at > 0:
@@ -149,15 +149,15 @@ def advance_searches(
     found_tokens,  # [rows, width]
     logprobs,  # [rows, width]
     searches,  # [searches, 9]
-    places,  # [beams]
+    beam_slots,  # [beams]
     divisors,  # [searches, 2]
     ends,  # [ends]
-    parents,  # [2, places], and so on
+    parents,  # [2, beam slots], and so on
     tokens,
     scores,
-    answers,  # [2, places, 3]
-    answer_scores,  # [2, places]
-    num_answers,  # [2, places]
+    answers,  # [2, beam slots, 3]
+    answer_scores,  # [2, beam slots]
+    num_answers,  # [2, beam slots]
     heads,  # [beams], overwritten: place of the next candidate of each beam
     out_ends,  # [searches, 2]
     out_beams,  # [beams, 5]
@@ -169,7 +169,7 @@ def advance_searches(
         beams, length, flags = searches[search, 2], searches[search, 3], searches[search, 4]
         forced, first_beam = searches[search, 5], searches[search, 8]
         of_search = ends[searches[search, 6] : searches[search, 7]]
-        own = places[first_beam : first_beam + beams]
+        own = beam_slots[first_beam : first_beam + beams]
         half = length % 2
         count = num_answers[1 - half, own[0]]
         if length == 1:

@@ -174,7 +174,6 @@ class _Code(NamedTuple):
     """The code of a function for tensors of some dtypes.
 
     Attributes:
-        address: its address.
         run: calls it with its arguments as bytes, its first unit, and the one after its last.
         widened: numbers of the tensors that become fp32 before.
     """
@@ -204,7 +203,6 @@ def run_functions(bound: Sequence[Bound], *, is_needed: bool = True) -> bool:
     If one has none for its dtypes, none runs. Tensors of 16 bits that a function only reads, as fp32, are converted.
 
     Args:
-        bound: the functions.
         is_needed: whether it is an error if one has no code.
 
     Raises:
@@ -320,8 +318,6 @@ def run_op(
     """Write the results of an op by its compiled functions.
 
     Args:
-        name: its name.
-        operands: its operands.
         results: tensors that it writes.
         attributes: its attributes.
 

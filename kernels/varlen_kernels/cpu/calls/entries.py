@@ -79,7 +79,6 @@ def _reader(function: Function, wanted: Sequence[str], of_model: Any) -> Any:
 
     Args:
         function: says how they lie there.
-        wanted: their names.
         of_model: numba's type of the numbers of a model.
     """
     kinds = function.kinds

@@ -4,7 +4,7 @@ import json
 from threading import Event
 
 from varlen.decoding.grammar.grammars import Grammars, _key
-from varlen.sandbox.protocol import COMPILED, HEAD, MEMORY
+from varlen.sandbox.frames import COMPILED, HEAD, MEMORY
 
 # Longest wait for what comes in any case.
 SECONDS = 60.0

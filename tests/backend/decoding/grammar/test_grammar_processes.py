@@ -8,7 +8,7 @@ from tests.backend.decoding.grammar.grammar_fakes import VOCABULARY, GrammarBenc
 from tests.backend.refusals import refused_request as refused
 from varlen.decoding.grammar.grammars import MAX_COMPILING
 from varlen.errors import EngineError, QueueFullError, RequestError
-from varlen.sandbox.protocol import HEAD, MASK, REFUSED
+from varlen.sandbox.frames import HEAD, MASK, REFUSED
 
 
 def test_only_some_grammars_compile_at_the_same_time():

@@ -94,13 +94,13 @@ def expected_answers(sequences):
     return [each.token_ids for each in sequences]
 
 
-@pytest.mark.parametrize("places", [0, 2, 8])
+@pytest.mark.parametrize("slots", [0, 2, 8])
 @pytest.mark.parametrize("seed", range(15))
-def test_steps_ahead_that_fail_and_run_again_give_the_tokens_of_the_host(seed, places):
+def test_steps_ahead_that_fail_and_run_again_give_the_tokens_of_the_host(seed, slots):
     count = 6
     expected = expected_answers(random_sequences(seed, count))
     sequences, rng = random_sequences(seed, count), np.random.default_rng(seed)
-    device, in_flight, drawn = Device(EditLimits(places, VOCABULARY)), None, 0
+    device, in_flight, drawn = Device(EditLimits(slots, VOCABULARY)), None, 0
 
     def run(step):
         members, lengths, draws = step
@@ -135,7 +135,7 @@ def test_steps_ahead_that_fail_and_run_again_give_the_tokens_of_the_host(seed, p
         in_flight = step
 
     assert [each.token_ids for each in sequences] == expected
-    assert drawn or places == 0
+    assert drawn or slots == 0
 
 
 def test_a_list_is_sent_once_and_again_after_a_step_that_did_not_count():

@@ -40,13 +40,13 @@ def has_message(end):
 def test_a_stage_runs_after_the_one_before_it_and_before_the_one_behind(stage):
     member, before, behind = stage
     before.sendall(bytes(4))
-    place = member.handoffs.place
+    slot = member.handoffs.slot
 
     with member.running(None):
         behind.setblocking(False)
         with pytest.raises(BlockingIOError):
             behind.recv(1)
-        assert member.handoffs.place == (place + 1) % 3
+        assert member.handoffs.slot == (slot + 1) % 3
 
     assert has_message(behind)
 

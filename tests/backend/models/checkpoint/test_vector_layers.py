@@ -97,7 +97,12 @@ def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dtype": "bf16"}, {"dtype": "int8", "warmup_seconds": 1}], ids=str
+    "settings",
+    [
+        {"dtype": "bf16"},
+        pytest.param({"dtype": "int8", "warmup_seconds": 1}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_layers_stay_in_fp32_in_other_dtypes(saved, settings):
     expected = SentenceTransformer(str(saved), device="cpu").encode(TEXTS)

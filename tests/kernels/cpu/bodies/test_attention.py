@@ -1,9 +1,11 @@
 """The compiled attention of CPUs on long sequences, and in batches, groups, windows and threads."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.kernels.float64 import DTYPES, bounds_of, check, rand
+from tests.kernels.float64 import DTYPES, assert_same_bits_alone, bounds_of, check, rand
 from varlen_kernels import cpu, reference
 
 # around the numbers of queries and keys that are read together
@@ -46,14 +48,8 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(causal, threads, dtyp
     options = {"num_heads": 12, "scale": 0.25, "causal": causal}
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    together = cpu.attention_varlen(qkv, bounds_of(LENGTHS), **options)
 
-    begin = 0
-    for length in LENGTHS:
-        rows = slice(begin, begin + length)
-        alone = cpu.attention_varlen(qkv[rows], bounds_of([length]), **options)
-        assert torch.equal(alone, together[rows])
-        begin += length
+    assert_same_bits_alone(partial(cpu.attention_varlen, **options), qkv, LENGTHS)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e-6], ids=str)

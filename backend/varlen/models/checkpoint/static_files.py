@@ -1,0 +1,93 @@
+"""Folders of static embeddings: a vector for each token of the vocabulary, and no transformer.
+
+They are saved by StaticEmbedding of sentence-transformers, or by model2vec, where a row is
+`embeddings[mapping[token]] * weights[token]`; `mapping` and `weights` may be absent. Source: both libraries.
+"""
+
+from pathlib import Path
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import (
+    Json,
+    read_flag,
+    read_json,
+    read_optional_object,
+)
+from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.weights import read_headers
+
+# The `model_type` of the config.json that such a folder gets here.
+STATIC = "static"
+MODEL2VEC = "model2vec"
+MODULE = "StaticEmbedding"
+# Names of the tables, with the names of tensors that give each token its row.
+_TABLES = {"embedding.weight": (), "embeddings": ("mapping", "weights")}
+
+
+def static_folder(folder: Path) -> Path | None:
+    """Return the folder with the table and the tokenizer of static embeddings.
+
+    None where a checkpoint holds something else.
+
+    Raises:
+        CheckpointError: modules.json names a folder elsewhere.
+    """
+    modules = _read(folder, "modules.json")
+    first = modules[0] if isinstance(modules, list) and modules else None
+    if isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == MODULE:
+        path = Path(str(first.get("path") or ""))
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(
+                f'modules.json names the folder "{path}"; allowed: a folder beside it'
+            )
+        return folder / path
+    config = _read(folder, "config.json")
+    is_model2vec = isinstance(config, dict) and config.get("model_type") == MODEL2VEC
+    return folder if is_model2vec else None
+
+
+def static_config(folder: Path) -> Json:
+    """Return the config.json of static embeddings: sizes of the table, and whether vectors are normalized.
+
+    Args:
+        folder: see `static_folder`.
+
+    Raises:
+        CheckpointError: the folder has no table of vectors.
+    """
+    headers = read_headers(folder)
+    name = next((name for name in _TABLES if name in headers), None)
+    if name is None:
+        raise CheckpointError(
+            f"{folder} has no tensor {' or '.join(_TABLES)}, a vector for each token"
+        )
+    shape = headers[name].shape
+    if len(shape) != 2:
+        raise CheckpointError(f'the tensor "{name}" has shape {list(shape)}; allowed: two axes')
+    by_token = [each for each in _TABLES[name] if each in headers]
+    tokens = headers[by_token[0]].shape[0] if by_token else shape[0]
+    return {
+        "model_type": STATIC,
+        "architectures": [MODULE],
+        "vocab_size": tokens,
+        "hidden_size": shape[1],
+        "rows": shape[0],
+        "table": name,
+        "by_token": by_token,
+        # where there is no modules.json
+        "normalize": read_flag(
+            read_optional_object(folder, "config.json"), "normalize", default=False
+        ),
+    }
+
+
+def _read(folder: Path, name: str) -> object:
+    """Return the content of a JSON file; None without one, or if it is damaged."""
+    if not has_file(folder, name):
+        return None
+    locate(folder, name)
+    try:
+        return read_json(folder, name)
+    except CheckpointError:
+        # whoever needs it says so
+        return None
