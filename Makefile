@@ -132,7 +132,7 @@ examples: setup ## Run every example against a real server
 test test-all test-engine test-kernels: export PYTHONDONTWRITEBYTECODE :=
 
 # The marker `full` (pyproject.toml) has the rule of the two tiers.
-test: setup ## Run what a change needs in 10 minutes: real servers, interpreted kernels, properties (TESTS= runs those instead)
+test: setup ## Run what a change needs in 8 minutes: real servers, interpreted kernels, properties (TESTS= runs those instead)
 	$(PYTEST) $(or $(TESTS),-m 'not full' --ignore $(INTERPRETED))
 	$(if $(TESTS),,TRITON_INTERPRET=1 $(PYTEST) -m 'not full' $(INTERPRETED))
 

@@ -17,6 +17,7 @@ Task: TypeAlias = Literal[
     "rerank",
     "token_classify",
     "token_embed",
+    "extract",
     "generate",
     "translate",
 ]
@@ -64,6 +65,11 @@ class TaskFacts:
     takes_prompts: bool = False
     needs_masked_lm: bool = False
     is_iterative: bool = False
+
+    @property
+    def finds_rows(self) -> bool:
+        """Whether its tensors hold what the model finds, such as terms or spans."""
+        return not self.is_iterative and (self.needs_masked_lm or self.width is None)
 
     @property
     def has_labels(self) -> bool:
@@ -121,6 +127,7 @@ _ROW_LABELS = TaskFacts(
 )
 _TOKEN_LABELS = ("rows", "tokens", "labels")
 _MASKS = ("rows", "masks", "top_k")
+_SPANS = ("rows", "spans")
 
 _PROMPTS = (
     Tensor("text_input", "BYTES", ("1",), "the prompt as a text; this, `input_ids` or `messages`"),
@@ -301,6 +308,25 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
             width="embedding",
             has_token_rows=True,
             takes_prompts=True,
+        ),
+        "extract": TaskFacts(
+            inputs=(_TEXT,),
+            outputs=(
+                Tensor(
+                    "starts",
+                    "INT32",
+                    _SPANS,
+                    "first character of each span, in the order of their beginnings. Rows with fewer spans are padded"
+                    " with zeros",
+                ),
+                Tensor("ends", "INT32", _SPANS, "the character behind the last one of each span"),
+                Tensor("spans", "BYTES", _SPANS, "text of each span"),
+                Tensor("span_labels", "BYTES", _SPANS, "label of each span"),
+                Tensor("scores", "FP32", _SPANS, "probability of this label"),
+                Tensor("num_spans", "INT32", ("rows", "1"), "number of spans of the row"),
+                _NUM_TOKENS,
+            ),
+            answers="spans",
         ),
         "generate": _GENERATED,
         "translate": _GENERATED,

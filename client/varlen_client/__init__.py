@@ -21,7 +21,14 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GeneratedPart, Generation, Translation
-from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
+from varlen_client.row_answers import (
+    Entity,
+    FilledToken,
+    LabelScore,
+    Span,
+    SparseVector,
+    TokenLabel,
+)
 from varlen_client.sync import Client
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy, Status
@@ -32,6 +39,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "DeadlineMissed",
+    "Entity",
     "FilledToken",
     "GeneratedPart",
     "Generation",
@@ -48,6 +56,7 @@ __all__ = [
     "ServerError",
     "ServerIdentity",
     "ServerUnavailable",
+    "Span",
     "SparseVector",
     "Status",
     "TokenLabel",

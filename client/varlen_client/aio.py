@@ -37,6 +37,7 @@ from varlen_client.row_answers import (
     Entity,
     FilledToken,
     LabelScore,
+    Span,
     SparseVector,
     TokenLabel,
     Vectors,
@@ -45,6 +46,7 @@ from varlen_client.row_options import (
     DetokenizeOptions,
     EmbedOptions,
     EntityOptions,
+    ExtractOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -162,6 +164,15 @@ class AsyncClient:
             inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
         """
         return await self._answer(tasks.FILL_MASK, inputs, options)
+
+    async def extract(
+        self, inputs: Sequence[str], **options: Unpack[ExtractOptions]
+    ) -> list[list[Span]]:
+        """Return the spans of each text that have a label, by their beginnings.
+
+        For models of GLiNER; `labels` are an option, see `ExtractOptions`. Errors are the same as in `embed`.
+        """
+        return await self._answer(tasks.EXTRACT, inputs, options)
 
     async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32.

@@ -169,6 +169,23 @@ class TokenLabel:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A span of a text that has a label of the call.
+
+    Attributes:
+        start, end: its first character, and the one behind its last.
+        text: its characters.
+        score: probability of the label.
+    """
+
+    start: int
+    end: int
+    text: str
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Entity:
     """A span of a text with a label.
 
@@ -268,6 +285,21 @@ def read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
         for token_ids, tokens, scores, counts in answers.each(
             "token_ids", "tokens", "scores", "num_masks"
         )
+        for row, count in enumerate(counts[:, 0].tolist())
+    ]
+
+
+def read_spans(answers: RowAnswers) -> list[list[Span]]:
+    """Return the spans of each row in the order of their beginnings."""
+    names = ("starts", "ends", "spans", "span_labels", "scores", "num_spans")
+    return [
+        [
+            Span(start, end, _text(text), _text(label), score)
+            for start, end, text, label, score in zip(
+                *(array[row, :count].tolist() for array in arrays), strict=True
+            )
+        ]
+        for *arrays, counts in answers.each(*names)
         for row, count in enumerate(counts[:, 0].tolist())
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from typing_extensions import TypedDict
@@ -105,6 +105,21 @@ class MaskOptions(RowOptions, total=False):
     """
 
     top_k: int | None
+
+
+class ExtractOptions(RowOptions, total=False):
+    """Options of spans.
+
+    labels: labels such as "person", for all rows; needed.
+    threshold: return spans whose score is above this; by default 0.5.
+    flat_ner: no two spans share a word, the default; with False a span may contain another one.
+    multi_label: a span may have several labels; by default the one of the highest score.
+    """
+
+    labels: Sequence[str]
+    threshold: float | None
+    flat_ner: bool | None
+    multi_label: bool | None
 
 
 class RerankOptions(RowOptions, total=False):

@@ -105,6 +105,7 @@ class Client:
     embed = _sync(AsyncClient.embed)
     sparse_embed = _sync(AsyncClient.sparse_embed)
     fill_mask = _sync(AsyncClient.fill_mask)
+    extract = _sync(AsyncClient.extract)
     classify = _sync(AsyncClient.classify)
     predict = _sync(AsyncClient.predict)
     rerank = _sync(AsyncClient.rerank)

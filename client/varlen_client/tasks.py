@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -18,6 +19,7 @@ from varlen_client.row_answers import (
     Ranking,
     RowAnswers,
     RowOutput,
+    Span,
     SparseVector,
     TokenLabel,
     Vectors,
@@ -28,12 +30,14 @@ from varlen_client.row_answers import (
     read_labels,
     read_matrix,
     read_ranking,
+    read_spans,
     read_sparse_vectors,
     read_token_labels,
 )
 from varlen_client.row_options import (
     EmbedOptions,
     EntityOptions,
+    ExtractOptions,
     MaskOptions,
     PredictOptions,
     RerankOptions,
@@ -131,7 +135,8 @@ def parameters_of(
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
     return {
-        _WIRE_NAMES.get(name, name): value
+        # the protocol has no lists
+        _WIRE_NAMES.get(name, name): json.dumps(list(value)) if name == "labels" else value
         for name, value in options.items()
         if value is not None and name not in (*_CALL_OPTIONS, *not_sent)
     }
@@ -183,6 +188,21 @@ FILL_MASK: RowTask[list[list[list[FilledToken]]]] = RowTask(
     ),
     read_filled_masks,
 )
+EXTRACT: RowTask[list[list[Span]]] = RowTask(
+    "extract",
+    ExtractOptions,
+    (
+        # a row may have no span
+        RowOutput("starts", dtype=np.int32, width=ANY_WIDTH),
+        RowOutput("ends", dtype=np.int32, width=ANY_WIDTH),
+        RowOutput("spans", dtype=np.object_, width=ANY_WIDTH),
+        RowOutput("span_labels", dtype=np.object_, width=ANY_WIDTH),
+        RowOutput("scores", width=ANY_WIDTH),
+        RowOutput("num_spans", dtype=np.int32),
+    ),
+    read_spans,
+)
+
 # Its rows are pairs of a text and a hypothesis; see zero_shot.py.
 ENTAILMENT: RowTask[Entailment] = RowTask(
     "zero_shot",

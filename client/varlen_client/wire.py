@@ -34,6 +34,7 @@ _TASK_OF_OUTPUT: Mapping[tuple[str, int | None], str] = {
     ("sentence_embedding", None): "embed",
     ("indices", None): "sparse_embed",
     ("num_masks", None): "fill_mask",
+    ("num_spans", None): "extract",
     ("token_embeddings", None): "token_embed",
     ("last_hidden_state", None): "hidden",
     ("text_output", None): "generate",

@@ -489,6 +489,13 @@ _ROWS = (
     Op(reference.concat, _joined),
     Op(reference.normalize_rows, _like("x")),
     Op(reference.term_weights, _term_weights, "fused", results="out scratch"),
+    Op(
+        reference.bidirectional_lstm,
+        lambda a: [((a["x"].shape[0], 2 * a["hidden_weight"].shape[2]), a["x"].dtype)],
+    ),
+    # models declare the number of pairs
+    Op(reference.span_scores, None),
+    Op(reference.word_scores, None),
     Op(reference.top_terms, lambda a: [((a["x"].shape[0], 2, a["count"]), torch.float32)]),
     Op(
         reference.sample_tokens,

@@ -28,7 +28,7 @@ def bounds_of(lengths):
 
 
 def assert_out_is_overwritten(call):
-    """Assert that an op fills an output of NaN with the bits of a fresh one, given a call of it."""
+    """Assert that a call fills an output of NaN with a fresh one's bits."""
     fresh = call(None)
     out = torch.full_like(fresh, torch.nan)
 

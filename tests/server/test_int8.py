@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoints, tmp_path_factory):
-    """A server with both models, which it calibrates."""
+    """A server with all models, which it calibrates."""
     folder = tmp_path_factory.mktemp("int8")
     for name, checkpoint in checkpoints.items():
         add_model(folder, name, checkpoint, **SETTINGS[name])

@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoints, tmp_path_factory):
-    """A server of a model that translates; one that continues texts and an encoder wait for a test to load them."""
+    """A server of a model that translates; tests load the other two."""
     folder = tmp_path_factory.mktemp("translating")
     for name, checkpoint in checkpoints.items():
         add_model(folder, name, checkpoint)

@@ -39,7 +39,6 @@ FORMS = {
     "half": (cut, "it was not downloaded whole; download it again"),
     "gguf": (only("m-q4.gguf"), "holds weights of llama.cpp (m-q4.gguf); quantized weights are"),
     "onnx": (only("onnx/model.onnx"), "holds only weights of ONNX (onnx/model.onnx); take"),
-    "gliner": (only("gliner_config.json"), "holds a model of GLiNER"),
     "ctranslate2": (only("model.bin", "shared_vocabulary.json"), "holds a model of CTranslate2"),
     "shards": (only("model-00001-of-00002.safetensors"), "whose index is missing: download"),
     "pickle": (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),

@@ -91,7 +91,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
     from varlen.execution import model_info  # imports torch
 
     counts = Counter[str]()
-    for header in read_headers(checkpoint.folder).values():
+    for header in read_headers(checkpoint.weights_folder).values():
         # integers are positions, which no model needs
         if header.dtype in _BYTES:
             counts[header.dtype] += prod(header.shape)
@@ -112,10 +112,10 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         position_limit=checkpoint.position_limit,
         parameters=parameters,
         weight_bytes=sum(_BYTES[dtype] * count for dtype, count in counts.items()),
-        weight_files=len(shards(checkpoint.folder)),
+        weight_files=len(shards(checkpoint.weights_folder)),
         weight_dtypes={dtype: count / parameters for dtype, count in counts.most_common()},
         vocab_size=checkpoint.vocab_size,
-        tokenizer=_tokenizer_kind(checkpoint.folder),
+        tokenizer=_tokenizer_kind(checkpoint.weights_folder),
         text=text,
         notes=tuple(
             dict.fromkeys(

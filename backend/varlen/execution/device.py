@@ -81,6 +81,17 @@ def check_task_dtype(name: DType, task: Task) -> None:
         )
 
 
+def check_task_device(device: torch.device, task: Task) -> None:
+    """Raise ConfigError if a task does not run on a device.
+
+    No kernel for GPUs has the LSTM over the words of a text.
+    """
+    if device.type == "cuda" and task == "extract":
+        raise ConfigError(
+            'the task "extract" runs on CPUs only in this version; set device to cpu, or the instance to KIND_CPU'
+        )
+
+
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 

@@ -20,6 +20,7 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
+from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file, read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
@@ -43,7 +44,7 @@ def cost_fields(
         CheckpointError, OSError: see `checkpoint_hash`.
     """
     return {
-        "checkpoint": checkpoint_hash(checkpoint.folder),
+        "checkpoint": checkpoint_hash(checkpoint.weights_folder),
         "device": device_name(device),
         **({} if rank == ALONE else {"ranks": str(rank.size)}),
         **library_versions(device),
@@ -59,8 +60,8 @@ def checkpoint_hash(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     # static embeddings may have none
-    if has_file(folder, "config.json"):
-        digest.update(read_bytes(folder, "config.json"))
+    if has_file(folder, name := config_name(folder)):
+        digest.update(read_bytes(folder, name))
     for shard in shards(folder):
         path = locate_weights(folder, shard.name)
         with path.open("rb") as file:
@@ -104,7 +105,10 @@ def _version(package: str) -> str:
 
 @cache
 def _own_code_hash() -> str:
-    """Return the hash of our own code. This process runs what it has imported, so it is read once."""
+    """Return the hash of our own code.
+
+    It is read once, since this process runs what it has imported.
+    """
     return code_hash([Path(folder) for package in _PACKAGES for folder in package.__path__])
 
 

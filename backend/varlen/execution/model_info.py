@@ -8,7 +8,7 @@ import numpy as np
 from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import MAX_MASKS, Masks
+from varlen.request.request import MAX_MASKS, Masks, Payload, Words
 from varlen.scheduling.device_plan import EditLimits
 from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
@@ -202,8 +202,13 @@ class ModelInfo:
         """The facts that the engine relies on; measured choices may differ from load to load."""
         return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
 
-    def most_masks(self, length: int) -> Masks:
-        """Return the most masks of a prompt of this length."""
+    def payload_of(self, length: int) -> Payload:
+        """Return a payload with much work, for a prompt of this length.
+
+        An eighth of the tokens of a text with labels are labels.
+        """
+        if self.task == "extract":
+            return Words(np.arange(length, dtype=np.int32), max(1, length // 8))
         count = min(length, MAX_MASKS) if self.task == "fill_mask" else 0
         return Masks(np.arange(count, dtype=np.int32))
 

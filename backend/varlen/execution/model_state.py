@@ -28,6 +28,7 @@ from varlen.execution.packing import (
     dims_of,
     pack_step,
     part_of_step,
+    payload_dims,
     prompt_arrays,
     source_arrays,
     source_dims,
@@ -113,7 +114,7 @@ class OneShot:
         self.device = device
         self._task, self._is_padded, self._link = task, is_padded, link
         self._rows = device.program.row_dimension
-        self._has_masks = "mask_rows" in device.input_names
+        self._reads_payloads = not {"mask_rows", "word_rows"}.isdisjoint(device.input_names)
 
     def launch(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -141,10 +142,10 @@ class OneShot:
         longest_first = self.device.longest_first
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first)
         packed = [prompts[i] for i in order]
-        masks = sum(prompt.num_masks for prompt in packed) if self._has_masks else 0
+        payloads = payload_dims(packed) if self._reads_payloads else {}
         names = self.device.input_names
         arrays = prompt_arrays(names, packed, [options[i] for i in order])
-        dims = dims_of([lengths[i] for i in order], masks)
+        dims = dims_of([lengths[i] for i in order], **payloads)
         with memory_errors():
             wait = self.device.launch(arrays, dims)
 

@@ -28,6 +28,7 @@ from varlen.request.request import (
     RequestOptions,
     Unpooled,
     Vectors,
+    Words,
 )
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
@@ -52,13 +53,25 @@ _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: Arrays = {}
 
 
+# Dimensions of a batch whose prompts have no payload.
+_NO_PAYLOADS: Dims = {"masks": 0, "words": 0, "labels": 0, "pairs": 0}
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
 
-def dims_of(lengths: Sequence[int], masks: int = 0) -> Dims:
-    """Return the dimensions of a batch of sequences of these lengths."""
-    return {"tokens": sum(lengths), "sequences": len(lengths), "masks": masks}
+def dims_of(lengths: Sequence[int], **others: int) -> Dims:
+    """Return the dimensions of a batch of sequences of these lengths, with `payload_dims`."""
+    return {"tokens": sum(lengths), "sequences": len(lengths), **_NO_PAYLOADS, **others}
+
+
+def payload_dims(prompts: Sequence[Prompt]) -> Dims:
+    """Return the dimensions that payloads decide; a pair is a word and a label."""
+    return {
+        "masks": sum(prompt.num_masks for prompt in prompts),
+        "words": sum(prompt.num_words for prompt in prompts),
+        "labels": sum(prompt.num_labels for prompt in prompts),
+        "pairs": sum(prompt.num_words * prompt.num_labels for prompt in prompts),
+    }
 
 
 def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
@@ -69,12 +82,20 @@ def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
         max_sequences: None if each token may be a sequence.
     """
     sequences = min(tokens, max_sequences or tokens)
-    return {"tokens": tokens, "sequences": sequences, "masks": largest_masks(tokens, sequences)}
+    return {"tokens": tokens, "sequences": sequences, **largest_payloads(tokens, sequences)}
 
 
-def largest_masks(tokens: int, sequences: int) -> int:
-    """Return the most masks that a batch of this size may have."""
-    return min(tokens, MAX_MASKS * sequences)
+def largest_payloads(tokens: int, sequences: int) -> Dims:
+    """Return the largest `payload_dims` of a batch of this size.
+
+    A token is a word or a label, so a sequence has the most pairs if half of its tokens are words.
+    """
+    return {
+        "masks": min(tokens, MAX_MASKS * sequences),
+        "words": tokens,
+        "labels": tokens,
+        "pairs": tokens * tokens // 4 + tokens,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +212,8 @@ def _prompt_array(
             array = bounds
         case "mask_rows":
             array = _mask_rows(prompts, bounds)
+        case "word_rows" | "label_rows" | "cu_words" | "cu_labels":
+            array = _of_words_and_labels(name, prompts, bounds)
         case "normalize":
             array = np.array([each.normalize for each in options], np.bool_)
         case "normalize_tokens":
@@ -220,18 +243,38 @@ def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     return np.concatenate([np.empty(0, np.int32), *rows])
 
 
+def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
+    """Return the places of words or labels in the batch, or their bounds."""
+    of_words = name.endswith(("word_rows", "words"))
+    if name.startswith("cu_"):
+        return bounds_of([each.num_words if of_words else each.num_labels for each in prompts])
+    rows = [np.empty(0, np.int32)]
+    for begin, prompt in zip(bounds, prompts, strict=False):
+        places = prompt.payload_tokens(Words)
+        if places is not None:
+            count = prompt.num_labels
+            rows.append(begin + (places[count:] if of_words else places[:count]))
+    return np.concatenate(rows)
+
+
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:
     """Return the answer of each sequence, a view of the batch's output.
 
     Args:
         output: `[rows, ...]`.
         prompts: the sequences.
-        rows: things with a row each: tokens, masks or sequences.
+        rows: things with a row each: tokens, masks, pairs or sequences.
     """
     if rows == "sequences":
         return list(output)
-    counts = [prompt.num_masks if rows == "masks" else prompt.num_tokens for prompt in prompts]
+    counts = [_num_rows(prompt, rows) for prompt in prompts]
     return [output[begin:end] for begin, end in pairwise(bounds_of(counts).tolist())]
+
+
+def _num_rows(prompt: Prompt, rows: str) -> int:
+    if rows == "pairs":
+        return prompt.num_words * prompt.num_labels
+    return prompt.num_masks if rows == "masks" else prompt.num_tokens
 
 
 def bounds_of(lengths: Sequence[int] | Int32Array) -> Int32Array:

@@ -21,7 +21,7 @@ from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.cpu.weight_pages import in_large_pages
-from varlen.execution.device import check_task_dtype, choose_dtype
+from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
@@ -97,6 +97,7 @@ def load_programs(
         ConfigError: the device or the task does not run the dtype, or `kv_bytes` allows no block.
     """
     check_task_dtype(config.dtype, task)
+    check_task_device(device, task)
     dtype = choose_dtype(config.dtype, device)
     fields = dict(cost_fields(checkpoint, device, link.rank))
     loading = _Loading(checkpoint, config, task, dtype, device, link.rank)

@@ -74,7 +74,7 @@ def check_numbers(runner: Runner, timeout: float = 0.0) -> None:
             Prompt(
                 numbers.integers(0, info.vocab_size, length, dtype=np.int32),
                 numbers.integers(0, info.type_vocab_size, length, dtype=np.int32),
-                payload=info.most_masks(length),
+                payload=info.payload_of(length),
             )
             for length in lengths.tolist()
         ]

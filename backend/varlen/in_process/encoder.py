@@ -19,7 +19,8 @@ from varlen.intake.tokenization import Text
 from varlen.parameter import check_count
 from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.request.row_parameters import NO_PREFIX, TextPrefix
+from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, TextPrefix
+from varlen.request.spans import DEFAULT_THRESHOLD, Span, SpanForm, read_labels
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.service.one_shot import EncoderParts
@@ -210,6 +211,52 @@ class Encoder(InProcess):
             for masks in self._run(("fill_mask",), inputs, _Cut(truncate, truncate_prompt_tokens))
         ]
 
+    def extract(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[str],
+        *,
+        threshold: float = DEFAULT_THRESHOLD,
+        flat_ner: bool = True,
+        multi_label: bool = False,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[list[Span]]:
+        """Return the spans of each text that have a label, by their beginnings.
+
+        Args:
+            texts: texts.
+            labels: labels such as "person", the same for all texts.
+            threshold: spans have scores above this.
+            flat_ner: whether no two spans share a word; else a span may contain another one.
+            multi_label: whether a span may have several labels.
+            truncate, truncate_prompt_tokens: see `embed`; labels count.
+
+        Raises:
+            RequestError: see `embed`; or there are no labels, or too many.
+        """
+        self._check_task("extract")
+        extraction = self._service.checkpoint.extraction
+        assert extraction is not None
+        ROW_PARAMETERS["threshold"].check("threshold", threshold)
+        form = SpanForm(
+            tuple(texts),
+            read_labels(labels),
+            threshold,
+            flat_ner,
+            multi_label,
+            extraction.scored == "words",
+        )
+        steps = self._service.intake.extraction_steps(
+            texts,
+            form.labels,
+            truncate=truncate or truncate_prompt_tokens is not None,
+            max_tokens=truncate_prompt_tokens,
+        )
+        prompts = tuple(prompt for step in steps for prompt in step.run())
+        rows = self._answers(prompts)
+        return [form.spans(row, scores) for row, scores in enumerate(rows)]
+
     def classify(
         self,
         inputs: Inputs,
@@ -255,9 +302,15 @@ class Encoder(InProcess):
         normalize: bool = False,
         prefix: TextPrefix = NO_PREFIX,
     ) -> list[Float32Array]:
+        self._check_task(*tasks)
+        return self._answers(self._prompts(inputs, cut, prefix), normalize)
+
+    def _check_task(self, *tasks: Task) -> None:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
-        prompts = self._prompts(inputs, cut, prefix)
+
+    def _answers(self, prompts: tuple[Prompt, ...], normalize: bool = False) -> list[Float32Array]:
+        """Return the answers to prompts, in their order."""
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))

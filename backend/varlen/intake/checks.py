@@ -16,6 +16,7 @@ from varlen.errors import RequestError
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
+from varlen.intake.word_prompts import WordPrompts
 from varlen.parameter import refuse
 from varlen.request.draft import TokenizationTask
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
@@ -70,6 +71,7 @@ class Intake:
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
+        word_prompts: WordPrompts | None = None,
         pair_prefixes: tuple[str, str] | None = None,
     ) -> None:
         """Start the checks.
@@ -78,6 +80,7 @@ class Intake:
             roles: prompt names that a request may use.
             target_start: first token of each target of a translation model, whose inputs are sources.
             pair_template: pair template of a model that reads pairs as chat messages.
+            word_prompts: prompts of a model that extracts spans.
             pair_prefixes: texts in front of the texts of a pair, for a model that reads a pair as one text.
         """
         self.tokenizer = tokenizer
@@ -86,6 +89,7 @@ class Intake:
         self._chat_template = chat_template
         self._mask_token = mask_token
         self._pair_template = pair_template
+        self._word_prompts = word_prompts
         self._pair_prefixes = pair_prefixes
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
@@ -146,6 +150,41 @@ class Intake:
                 side=side,
                 max_tokens=max_tokens,
                 first_row=rows.start,
+            )
+
+        return steps_of(sizes, tokenize)
+
+    def extraction_steps(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[str],
+        *,
+        truncate: bool,
+        max_tokens: int | None = None,
+    ) -> tuple[TokenizationTask, ...]:
+        """Return the steps that make prompts of texts with labels.
+
+        Args:
+            texts: one per row.
+            labels: the same for all rows.
+            truncate: whether texts that are too long lose their last words.
+            max_tokens: length to which they are cut, with the labels; None is the longest.
+
+        Raises:
+            RequestError: see `texts`; a step raises it for a text that is too long.
+        """
+        prompts = self._word_prompts
+        assert prompts is not None
+        sizes = self.limits.check_texts(texts, truncate=truncate)
+        longest = self.limits.max_sequence_tokens
+        if max_tokens is not None and not 1 <= max_tokens <= longest:
+            refuse("truncate_prompt_tokens", max_tokens, f"whole numbers from 1 to {longest}")
+
+        def tokenize(rows: range) -> tuple[Prompt, ...]:
+            most = max_tokens or longest
+            return tuple(
+                prompts.prompt(row, texts[row], labels, max_tokens=most, is_cut=truncate)
+                for row in rows
             )
 
         return steps_of(sizes, tokenize)
@@ -231,7 +270,7 @@ class Intake:
 
     def cut_side(self, given: RowParameters) -> TruncationSide:
         """Return the side on which texts of a request are cut."""
-        if self._pair_template is not None:
+        if self._pair_template is not None or self._word_prompts is not None:
             return "right"
         return given.truncation_side or self.tokenizer.side
 

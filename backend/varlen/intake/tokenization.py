@@ -185,6 +185,16 @@ class Tokenizer:
             for text, each in zip(texts, found, strict=True)
         ]
 
+    def encode_words(self, words: Sequence[str]) -> tuple[Int32Array, npt.NDArray[np.intp]]:
+        """Return the tokens of words that are tokenized apart, with special tokens.
+
+        Returns:
+            `[tokens]` int32, and the number of the word of each token, -1 of special ones.
+        """
+        encoding = self._whole.encode(list(words), is_pretokenized=True)
+        numbers = [-1 if word is None else word for word in encoding.word_ids]
+        return np.array(encoding.ids, np.int32), np.array(numbers, np.intp)
+
     def tokens_of(
         self,
         texts: Sequence[str],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
+from varlen.models.blocks.extraction import load_extraction
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
@@ -21,6 +22,11 @@ from varlen.models.checkpoint.config_fields import (
     without,
 )
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
+from varlen.models.checkpoint.extraction import (
+    ExtractionConfig,
+    is_extraction,
+    read_extraction,
+)
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
@@ -30,6 +36,7 @@ from varlen.models.checkpoint.generation_config import check_generation, read_en
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
+from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import (
     PAIR_FORMS,
     LogitScore,
@@ -65,6 +72,7 @@ class Checkpoint:
     """Architecture and settings of a checkpoint.
 
     Attributes:
+        weights_folder: the folder in it with its weights and its tokenizer, mostly itself.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         adapter: the adapter for a task that is merged into its weights; None for none.
@@ -80,6 +88,7 @@ class Checkpoint:
         logit_score: settings of `rerank` for a score of two logits, if it answers in words.
         late: settings of `token_embed` for the tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
+        extraction: settings of `extract`, if it is a model of GLiNER.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
         has_second_type: whether its model has more than one type of token.
@@ -98,6 +107,7 @@ class Checkpoint:
     """
 
     folder: Path
+    weights_folder: Path
     config: Json
     ignored: IgnoredFields
     adapter: Adapter | None
@@ -113,6 +123,7 @@ class Checkpoint:
     logit_score: LogitScore | None
     late: LateInteraction | None
     masked_lm: MaskedLMLayout | None
+    extraction: ExtractionConfig | None
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
@@ -151,9 +162,10 @@ class Checkpoint:
         folder = Path(folder)
         check_is_folder(folder)
         check_is_transformer(folder)
-        static = static_folder(folder)
+        static, extraction = static_folder(folder), None
         if static is None:
-            config, ignored = _read_config(folder, ignore_config_fields)
+            given, extraction = _read_given(folder)
+            config, ignored = _read_config(given, ignore_config_fields)
         else:
             config, ignored = static_config(static), IgnoredFields((), ())
         family = family_of(config)
@@ -194,12 +206,13 @@ class Checkpoint:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
-            folder=static or folder,
+            folder=folder,
+            weights_folder=static or folder,
             config=config,
             ignored=ignored,
             adapter=read_adapter(config, adapter),
             architecture=architecture,
-            task=_task(sentence, family, config, architecture),
+            task="extract" if extraction else _task(sentence, family, config, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
@@ -210,6 +223,7 @@ class Checkpoint:
             logit_score=sentence.logit_score,
             late=late,
             masked_lm=_masked_lm(config, family, architecture),
+            extraction=extraction,
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
@@ -252,11 +266,13 @@ class Checkpoint:
         """The tasks that its architecture has heads for, its own first."""
         if self.late is not None:
             return _LATE_TASKS
+        if self.extraction is not None:
+            return ("extract",)
         family = self.family
         served = [
             task
             for task in family.tasks
-            if task != "token_embed"
+            if task not in ("token_embed", "extract")
             and (task != "generate" or self.is_causal)
             and family.heads.get(task, self.architecture) == self.architecture
         ]
@@ -324,6 +340,7 @@ class Checkpoint:
                 f" allowed: {', '.join(family.tasks)}"
             )
         self._check_late(task, family)
+        self._check_extraction(task)
         needed = family.heads.get(task)
         if task == "rerank" and self.logit_score is not None:
             needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
@@ -340,8 +357,8 @@ class Checkpoint:
                     f" all: allowed are {', '.join(self.tasks)}"
                 )
             check_generation(self.folder)
-        headers = read_headers(self.folder)
-        family.check_tensors(headers, self.config, self.head)
+        headers = read_headers(self.weights_folder)
+        family.check_tensors(headers, self.config, self.head, self._load_extraction)
         if TASKS[task].needs_masked_lm:
             assert self.masked_lm is not None
             load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
@@ -371,10 +388,33 @@ class Checkpoint:
                 f' "{self.config["model_type"]}" does not know; allowed: attend true'
             )
 
+    def _check_extraction(self, task: Task) -> None:
+        """Raise CheckpointError unless spans for labels are what the task needs."""
+        if (task == "extract") == (self.extraction is not None):
+            return
+        if self.extraction is None:
+            raise CheckpointError(
+                'task "extract" needs a model of GLiNER, whose folder has gliner_config.json; this one is not'
+            )
+        raise CheckpointError(
+            f'task "{task}" is not served with a model of GLiNER; allowed: extract'
+        )
 
-def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
+    def _load_extraction(self, read: LayerReader) -> object:
+        return None if self.extraction is None else load_extraction(read, self.extraction)
+
+
+def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
+    """Return config.json, or what gliner_config.json has in place of it."""
+    return (
+        read_extraction(folder)
+        if is_extraction(folder)
+        else (read_object(folder, "config.json"), None)
+    )
+
+
+def _read_config(given: Json, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
     """Return config.json without the fields that are ignored, once the others are checked."""
-    given = read_object(folder, "config.json")
     check_unquantized(given)
     by_setting = tuple(name for name in ignore if name in given)
     kept = text_part(without(given, by_setting))

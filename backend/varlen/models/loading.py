@@ -7,6 +7,7 @@ import torch
 
 from varlen.errors import ConfigError
 from varlen.models.blocks.attention import PackedAttention
+from varlen.models.blocks.extraction import load_extraction
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
@@ -72,7 +73,8 @@ def load_encoder(
     Raises:
         CheckpointError: its weights do not fit its config.json.
     """
-    last_dtype = torch.float32 if checkpoint.num_labels else dtype
+    has_scores = checkpoint.num_labels or checkpoint.extraction is not None
+    last_dtype = torch.float32 if has_scores else dtype
     if checkpoint.is_decoder:
         decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage)
         return OneStepDecoder(decoder, checkpoint.is_causal)
@@ -94,7 +96,7 @@ def load_heads(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide them.
     """
-    if not TASKS[task].needs_masked_lm:
+    if not TASKS[task].needs_masked_lm and task != "extract":
         return encoder.heads
     if rank != ALONE:
         raise ConfigError(
@@ -102,8 +104,12 @@ def load_heads(
             " all tokens"
         )
     # Checkpoint.check_task has refused other models
-    assert checkpoint.masked_lm is not None
-    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
+    with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
+        if task == "extract":
+            assert checkpoint.extraction is not None
+            exact = LayerReader(weights, torch.float32, device)
+            return Heads(extraction=load_extraction(exact, checkpoint.extraction))
+        assert checkpoint.masked_lm is not None
         read = LayerReader(weights, dtype, device)
         return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
 
@@ -159,6 +165,6 @@ def _load(
             f"{setting}; the model_type {checkpoint.config['model_type']} runs in one process;"
             f" allowed are {', '.join(names)}"
         )
-    with CheckpointWeights(checkpoint.folder, checkpoint.adapter) as weights:
+    with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

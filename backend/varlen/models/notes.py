@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from varlen.models.checkpoint.adapters import adapter_names
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import Task
 
@@ -41,6 +42,12 @@ def checkpoint_notes(
             f"both texts of a pair have token type 0: {checkpoint.tokenizer_class}, the class of the tokenizer, gives"
             " no token types; if the model was trained with them, add token_type_ids to model_input_names in"
             " tokenizer_config.json"
+        )
+    names = adapter_names(checkpoint.config)
+    if names and checkpoint.adapter is None:
+        notes.append(
+            f"the checkpoint has adapters for tasks ({', '.join(names)}), and none is merged: its general model is"
+            " served; the setting adapter names one"
         )
     settings = checkpoint.translate
     if task == "translate" and settings is not None and settings.defaults.max_new_tokens is None:

@@ -198,7 +198,7 @@ class PostNormFamily:
             activation=read_choice(
                 config, names.activation, ACTIVATIONS, default=names.default_activation
             ),
-            norm_eps=read_norm_eps(config, names.norm_eps, default=1e-12),
+            norm_eps=read_norm_eps(config, names.norm_eps, default=names.default_norm_eps),
         )
 
     def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:

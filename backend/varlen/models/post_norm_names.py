@@ -11,7 +11,7 @@ from varlen.models.blocks.heads import HeadActivation
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Names of fields in config.json, empty for one that is absent; and a default."""
+    """Names of fields in config.json, empty for one that is absent; and defaults."""
 
     hidden: str = "hidden_size"
     inner: str = "intermediate_size"
@@ -22,6 +22,7 @@ class FieldNames:
     activation: str = "hidden_act"
     norm_eps: str = "layer_norm_eps"
     default_activation: str = "gelu"
+    default_norm_eps: float = 1e-12
 
     def all(self) -> frozenset[str]:
         """Return the fields that are read."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import PostNormFamily
-from varlen.models.post_norm_names import HeadNames, LayerNames
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 
 
 def _family(class_name: str) -> PostNormFamily:
@@ -52,6 +52,7 @@ ROBERTA = {
         class_name="JinaEmbeddingsV3",
         layer=_FLASH,
         embedding_norm="emb_ln",
+        fields=FieldNames(default_norm_eps=1e-5),
         first_position=0,
         default_theta=20_000.0,
         has_adapters=True,

@@ -47,12 +47,19 @@ class Unpooled(Payload):
     """The count of tokens that `embed` does not pool."""
 
 
+class Words(Payload):
+    """The places of labels, then of words, that `extract` scores.
+
+    `count` is the number of labels.
+    """
+
+
 class Source(Payload):
     """The ids of the text that `translate` reads; its prompt is how each answer begins."""
 
 
 # Worker processes send the index of a payload's type in this tuple.
-PAYLOADS = (Payload, Masks, Vectors, Unpooled, Source)
+PAYLOADS = (Payload, Masks, Vectors, Unpooled, Words, Source)
 _NOTHING = Payload()
 
 
@@ -99,6 +106,17 @@ class Prompt:
         """Number of tokens to predict."""
         places = self.payload_tokens(Masks)
         return 0 if places is None else len(places)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels of `extract`."""
+        return self.payload_count(Words) or 0
+
+    @property
+    def num_words(self) -> int:
+        """Number of words of `extract`."""
+        places = self.payload_tokens(Words)
+        return 0 if places is None else len(places) - self.num_labels
 
 
 # One token, which every vocabulary has.

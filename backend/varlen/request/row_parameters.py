@@ -21,6 +21,7 @@ from varlen.parameter import (
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
 from varlen.request.scores import ScoreFunction
+from varlen.request.spans import DEFAULT_THRESHOLD, LABELS_TEXT, MAX_LABELS, read_labels
 from varlen.request.vectors import VECTOR_DTYPES, VectorDType
 from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 
@@ -195,6 +196,31 @@ class RowParameters:
         lowest=1,
         tasks=("fill_mask",),
     )
+    labels: tuple[str, ...] | None = parameter_field(
+        None,
+        "labels of the spans that `extract` finds, in the words of the model's authors, such as `person`. Needed with"
+        " `extract`",
+        allowed_text=LABELS_TEXT,
+        max_items=MAX_LABELS,
+        pattern="(?s).+",
+        tasks=("extract",),
+    )
+    threshold: float = real_field(
+        DEFAULT_THRESHOLD,
+        0,
+        1,
+        "spans have scores above this",
+        tasks=("extract",),
+    )
+    flat_ner: bool = word_field(
+        True,
+        FLAG,
+        "no two spans share a word; with false a span may contain another one",
+        tasks=("extract",),
+    )
+    multi_label: bool = word_field(
+        False, FLAG, "a span may have several labels", tasks=("extract",)
+    )
     operation: Operation = word_field(
         "infer",
         get_args(Operation),
@@ -277,7 +303,9 @@ class RowParameters:
                 parameter = parameter.up_to(width)
             if value is None:
                 refuse(name, value, parameter.allowed)
-            parameter.check(name, value)
+            if name == "labels":
+                values[name] = read_labels(value)
+            parameter.check(name, values[name])
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
     @property

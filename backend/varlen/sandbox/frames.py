@@ -1,4 +1,4 @@
-"""Whole messages over a socket between the engine and a process of the sandbox, and their kinds."""
+"""Whole messages between the engine and a process of the sandbox, and their kinds."""
 
 import select
 import socket

@@ -155,7 +155,7 @@ def _run_on_all(info: ModelInfo, executor: ModelExecutor, rows: list[Int32Array]
         MemoryError: a worker has too little memory.
         EngineError: a worker failed.
     """
-    request = Request(tuple(Prompt(row, payload=info.most_masks(len(row))) for row in rows))
+    request = Request(tuple(Prompt(row, payload=info.payload_of(len(row))) for row in rows))
     batch = Batch(
         unanswered_sequences(request), BatchShape.of([len(row) for row in rows]), 0.0, "warm-up"
     )

@@ -19,6 +19,7 @@ from varlen.intake.checks import Intake, PairTemplate
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenized, Tokenizer
+from varlen.intake.word_prompts import WordPrompts
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Reply, Request
 from varlen.scheduling.admission import Admission
@@ -63,7 +64,7 @@ class EncoderParts:
         info = workers.info
         most, late = info.max_sequence_tokens, checkpoint.late
         tokenizer = Tokenizer(
-            checkpoint.folder,
+            checkpoint.weights_folder,
             most,
             has_types=checkpoint.has_token_types,
             adds_special_tokens=checkpoint.adds_special_tokens,
@@ -72,12 +73,18 @@ class EncoderParts:
         )
         sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
         opened.callback(sandbox.close)
+        limits = _input_limits(config, info)
         intake = Intake(
             tokenizer,
-            _input_limits(config, info),
+            limits,
             roles=roles_of(checkpoint, info.task, tokenizer, most),
             mask_token=_filled_token(checkpoint, tokenizer, info.task),
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
+            word_prompts=(
+                None
+                if checkpoint.extraction is None
+                else WordPrompts(tokenizer, checkpoint.extraction, limits)
+            ),
             pair_prefixes=checkpoint.pair_prefixes,
         )
         warm_up(info, executor, config)

@@ -5,7 +5,7 @@ threads.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tenso
 from varlen.request.request import Float32Array, Output, Request
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
+from varlen.request.spans import SpanForm, span_tensors
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.tasks import TASKS, Task, TaskFacts, Width
@@ -35,6 +36,7 @@ class ModelOutputs:
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
+        scores_words: whether the scores of `extract` are of words, else of spans.
     """
 
     task: Task
@@ -44,6 +46,7 @@ class ModelOutputs:
     max_active_dims: int | None = None
     term_text: Callable[[int], str] = str
     token_text: Callable[[int], str] = str
+    scores_words: bool = False
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
@@ -62,6 +65,8 @@ class ModelOutputs:
             checkpoint.labels,
             checkpoint.normalize,
             checkpoint.splade.max_active_dims,
+            scores_words=checkpoint.extraction is not None
+            and checkpoint.extraction.scored == "words",
         )
 
     @property
@@ -87,6 +92,7 @@ class AnswerOptions:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
+        spans: form of the spans of `extract`.
         entities: reader of the entities of texts; None leaves them empty.
     """
 
@@ -95,6 +101,7 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
+    spans: SpanForm = field(default_factory=SpanForm)
     entities: EntityReader | None = None
 
     @classmethod
@@ -117,6 +124,20 @@ class AnswerOptions:
             given.max_active_dims or outputs.max_active_dims,
             given.top_k or min(DEFAULT_TOP_K, outputs.width),
         )
+
+    def with_spans(
+        self, texts: tuple[str, ...], given: RowParameters, outputs: ModelOutputs
+    ) -> "AnswerOptions":
+        """Return the answer with the spans that parameters ask for, of these texts."""
+        form = SpanForm(
+            texts,
+            given.labels or (),
+            given.threshold,
+            given.flat_ner,
+            given.multi_label,
+            outputs.scores_words,
+        )
+        return replace(self, spans=form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +177,7 @@ class ArrayAnswer:
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
         rows, width = len(self.num_tokens), self.outputs.width
-        if self.outputs.facts.needs_masked_lm:
+        if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
             return 4 * rows if "num_tokens" in self._names else 0
         longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
@@ -177,8 +198,8 @@ class ArrayAnswer:
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
         names = self._names
-        if self.outputs.facts.needs_masked_lm:
-            tensors = self._term_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
+        if self.outputs.facts.finds_rows:
+            tensors = self._found_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
@@ -235,9 +256,12 @@ class ArrayAnswer:
             filled[: len(row)] = row
         return texts
 
-    def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
-        """Return the tensors of tasks whose outputs are entries of the vocabulary."""
+    def _found_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
+        """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
+        if outputs.task == "extract":
+            form = options.spans
+            return span_tensors([form.spans(row, each) for row, each in enumerate(rows)])
         if outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
             return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)

@@ -20,6 +20,7 @@ from varlen.parameter import LONGEST_NEAR_MISS, read_json, refuse
 from varlen.request.draft import Draft
 from varlen.request.request import Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide
+from varlen.request.spans import LABELS_TEXT
 from varlen.tasks import Task
 from varlen.wire.entities import EntityReader
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
@@ -73,6 +74,16 @@ def read_request(
         texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
+    if outputs.task == "extract":
+        texts = _labelled_texts(tensors, given, intake)
+        answer = answer.with_spans(tuple(texts), given, outputs)
+        steps = intake.extraction_steps(
+            texts,
+            answer.spans.labels,
+            truncate=given.is_cut,
+            max_tokens=given.truncate_prompt_tokens,
+        )
+        return Draft(steps, given.options(deadline)), answer
     if given.aggregation_strategy is not None:
         answer = replace(answer, entities=_entity_reader(tensors, given, intake))
     checked = given.options(deadline, normalize=answer.vectors.normalize)
@@ -189,6 +200,19 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
                     f"row {row}: text_pair is not empty; the operation {operation} reads only text"
                 )
     return texts
+
+
+def _labelled_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
+    """Return the texts of a request for spans, which has labels too."""
+    if tensors.keys() != {"text"}:
+        raise RequestError(
+            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send only text, and the parameter labels"
+        )
+    if given.labels is None:
+        raise RequestError(f"the request has no labels; send the parameter labels: {LABELS_TEXT}")
+    if given.truncation_side == "left":
+        raise RequestError("truncation_side is left; allowed with this model: right")
+    return _strings("text", tensors["text"], intake, "right" if given.is_cut else None)
 
 
 def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list[Text]:

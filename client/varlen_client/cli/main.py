@@ -46,6 +46,7 @@ PANELS: Mapping[str, Mapping[str, str]] = {
         "sparse-embed": "Print the terms of texts and their weights (SPLADE).",
         "token-embed": "Print or write a vector for each token (ColBERT).",
         "token-classify": "Print the tokens of texts with their best labels.",
+        "extract": "Print the spans of texts that have the labels (GLiNER).",
         "hidden": "Print or write the last hidden state of each token.",
     },
     "Operate": {
@@ -64,7 +65,7 @@ _OWN = {
     "generate": ("generate", "translate"),
     "rows": (
         *("embed", "similarity", "classify", "rerank", "fill-mask", "sparse-embed"),
-        *("token-embed", "token-classify", "hidden"),
+        *("token-embed", "token-classify", "extract", "hidden"),
     ),
     "serve_http": ("serve-http",),
     "status": ("status",),
@@ -86,7 +87,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "embed": "embedding embeddings encode vectorize",
     "rerank": "rank score",
     "classify": "predict",
-    "token-classify": "ner tag",
+    "token-classify": "tag",
+    "extract": "entities gliner ner pii spans",
     "sparse-embed": "splade",
     "token-embed": "colbert",
     "status": "health info metrics ps ready stats top",

@@ -138,6 +138,7 @@ _WORDS: Mapping[str, _Words] = {
     "classify": _Words("labels texts", "labels of texts", "a classifier"),
     "rerank": _Words("ranks documents", "scores of documents", "a reranker"),
     "fill_mask": _Words("fills masks", "tokens for masks", "a masked language model"),
+    "extract": _Words("extracts spans", "spans of labels", "a model of GLiNER"),
     "token_classify": _Words("labels tokens", "labels of tokens", "a token classifier"),
     "token_embed": _Words("embeds tokens", "vectors of tokens", "a ColBERT model"),
     "hidden": _Words("gives hidden states", "hidden states", "a model of the task hidden"),

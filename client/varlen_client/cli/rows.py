@@ -189,6 +189,15 @@ _TOKEN_LABELS = RowCommand(
         ", ".join(f"{each.token} {each.label} {_shown(each.score)}" for each in tokens)
     ],
 )
+_EXTRACT = RowCommand(
+    Client.extract,
+    "sending",
+    lambda spans: {"spans": [asdict(each) for each in spans]},
+    lambda spans: [
+        f"{each.start}-{each.end}  {each.label}  {_shown(each.score)}  {each.text}"
+        for each in spans
+    ],
+)
 _TOKEN_LOGITS = _arrays(Client.token_classify, "logits", "tokens")
 # some tokens have no vector
 _TOKEN_EMBED = _arrays(Client.token_embed, "vectors", "vectors")
@@ -292,6 +301,39 @@ def fill_mask(
     A line per mask, the likeliest token first.
     """
     _FILL_MASK.run(texts, file, options, as_json=as_json, top_k=top_k)
+
+
+@with_options
+def extract(
+    texts: _Texts = None,
+    *,
+    labels: Annotated[
+        list[str], typer.Option("--label", "-l", help="A label, such as person; give several.")
+    ],
+    file: _File = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Spans have scores above this; default: 0.5.")
+    ] = None,
+    nested: Annotated[
+        bool, typer.Option("--nested", help="A span may contain another one.")
+    ] = False,
+    multi_label: Annotated[
+        bool, typer.Option("--multi-label", help="A span may have several labels.")
+    ] = False,
+    as_json: JsonPerText = False,
+    options: RowOptions,
+) -> None:
+    """Print the spans of texts that have one of the labels (GLiNER).
+
+    A line per span, with its first character and the one behind its last.
+    """
+    given: dict[str, Any] = {
+        "labels": labels,
+        "threshold": threshold,
+        "flat_ner": not nested,
+        "multi_label": multi_label,
+    }
+    _EXTRACT.run(texts, file, options, as_json=as_json, **given)
 
 
 @with_options

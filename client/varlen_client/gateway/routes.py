@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway import embeddings, pooling, ranks, tei, tokens
+from varlen_client.gateway import embeddings, extraction, pooling, ranks, tei, tokens
 from varlen_client.gateway.generation import chat_completions, completions
 from varlen_client.gateway.models import Gateway
 
@@ -64,6 +64,10 @@ class Route:
 _TEI, _VLLM = ["Text Embeddings Inference"], ["vLLM"]
 _RANKED = {"query": _QUERY, "documents": _DOCUMENTS}
 _SCORED = {"text_1": _QUERY, "text_2": _DOCUMENTS}
+_LABELLED = {
+    "text": "Ada Lovelace lives in London; write to ada@example.com.",
+    "labels": ["person", "city", "email"],
+}
 _SEARCHED = {"texts": _TEXTS, "input_type": "search_document"}
 
 ROUTES: Sequence[Route] = (
@@ -85,6 +89,7 @@ ROUTES: Sequence[Route] = (
     Route("/classify", pooling.classify, {"input": _TEXTS}, _VLLM),
     Route("/v1/classify", pooling.classify, {"input": _TEXTS}, ["Dynamo"]),
     Route("/pooling", pooling.pooling, {"input": _TEXTS}, _VLLM),
+    Route("/v1/extract", extraction.extract, _LABELLED, ["NeMo Guardrails"]),
     Route("/embed", tei.embed, {"inputs": _TEXTS}, _TEI),
     Route("/embed_sparse", tei.embed_sparse, {"inputs": _TEXTS}, _TEI),
     Route("/embed_all", tei.embed_all, {"inputs": _TEXTS}, _TEI),
@@ -121,6 +126,7 @@ _TRIED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hidden": ("/embed_all", {"inputs": _TEXTS[0]}),
     "classify": ("/predict", {"inputs": "I like this very much."}),
     "rerank": ("/v1/rerank", {}),
+    "extract": ("/v1/extract", {}),
     "token_classify": ("/pooling", {"input": "Ada Lovelace lived in London."}),
     "generate": ("/v1/completions", {}),
     "chat": ("/v1/chat/completions", {}),

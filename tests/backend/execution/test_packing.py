@@ -131,6 +131,10 @@ def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
         "tokens": tokens,
         "sequences": sequences,
         "masks": masks,
+        # each token may be a word or a label; half of them are words where pairs are the most
+        "words": tokens,
+        "labels": tokens,
+        "pairs": tokens * tokens // 4 + tokens,
     }
 
 

@@ -51,12 +51,22 @@ def pairs(rng):
     return random_pairs(rng, [(40, 9), (1, 12), (7, 30), (23, 1)])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_matches_transformers_in_chunks(make_checkpoint, pairs, case):
+# `make test` runs each family in the reference, and every other option in the compiled ops, which serve
+@pytest.mark.parametrize(
+    "case, compiled",
+    [
+        *(
+            pytest.param(case, False, id=case, marks=() if case in PLAIN else pytest.mark.full)
+            for case in CASES
+        ),
+        *(pytest.param(case, True, id=f"{case}-compiled") for case in CASES if case not in PLAIN),
+    ],
+)
+def test_matches_transformers_in_chunks(make_checkpoint, pairs, case, compiled):
     kind, options = CASES[case]
     folder = make_checkpoint(kind, **options)
 
-    logits = run_in_chunks(folder, pairs, SIZES)
+    logits = run_in_chunks(folder, pairs, SIZES, compiled=compiled)
 
     expected = translated(load_oracle(folder, kind), pairs)
     assert_rows_close(logits, expected, roundings=encoder_roundings(folder))

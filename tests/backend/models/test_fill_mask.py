@@ -15,7 +15,10 @@ from varlen.models.registry import POST_NORM_FAMILIES
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request
 
-KINDS = [*(family.class_name for family in POST_NORM_FAMILIES.values()), "ModernBert", "DebertaV2"]
+KINDS = [
+    *(family.class_name for family in POST_NORM_FAMILIES.values()),
+    *("ModernBert", "Deberta", "DebertaV2"),
+]
 MASK = 4
 TEXTS = ["the [MASK] is", "[MASK] cat [MASK] river, is it 42?", "a cat is [MASK]", "[MASK]"]
 

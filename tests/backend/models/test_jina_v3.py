@@ -14,6 +14,7 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.notes import checkpoint_notes
 
 from .oracle import hidden_states, load_oracle
 
@@ -225,6 +226,9 @@ def test_an_adapter_is_one_of_the_checkpoint(hub_form, small_bert):
 
     with refused(f'adapter is "rerank"; allowed: none, {", ".join(ADAPTERS)}'):
         Checkpoint.open(folder, adapter="rerank")
+    (note,) = checkpoint_notes(Checkpoint.open(folder), "hidden", 64)
+    assert f"({', '.join(ADAPTERS)}), and none is merged" in note
+    assert checkpoint_notes(Checkpoint.open(folder, adapter=ADAPTERS[1]), "hidden", 64) == ()
     with refused('adapter is "rerank"; this checkpoint has none'):
         Checkpoint.open(small_bert, adapter="rerank")
 

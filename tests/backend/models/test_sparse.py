@@ -22,7 +22,10 @@ from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "the cat"]
-KINDS = [*(family.class_name for family in POST_NORM_FAMILIES.values()), "ModernBert", "DebertaV2"]
+KINDS = [
+    *(family.class_name for family in POST_NORM_FAMILIES.values()),
+    *("ModernBert", "Deberta", "DebertaV2"),
+]
 # The head with its biases, with another width than the encoder's, and with a table of its own.
 SHAPES = {
     "ModernBert": {"classifier_bias": True, "norm_bias": True, "decoder_bias": False},

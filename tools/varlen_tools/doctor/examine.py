@@ -276,7 +276,7 @@ def _sentence_answers(
 def _compare_tokens(
     checkpoint: Checkpoint, original: Transformers, inputs: Sequence[Text], limit: int
 ) -> Comparison:
-    tokenizer = Tokenizer(checkpoint.folder, limit, side=checkpoint.truncation_side)
+    tokenizer = Tokenizer(checkpoint.weights_folder, limit, side=checkpoint.truncation_side)
     ours = tokenizer.encode(inputs, truncate=True)
     return compare_ids(
         TOKENIZATION,

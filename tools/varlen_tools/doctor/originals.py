@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -150,7 +151,11 @@ def sentence_vectors(
 ) -> list[Float32Array]:
     """Return the vector of each text in sentence-transformers, sparse ones with all their zeros."""
     model = _load("SparseEncoder" if is_sparse else "SentenceTransformer", folder)
-    model.max_seq_length = limit
+    if model.max_seq_length == inf:
+        # static embeddings have no limit of their own
+        model[0].tokenizer.enable_truncation(limit)
+    else:
+        model.max_seq_length = limit
     options = {"convert_to_sparse_tensor": False} if is_sparse else {}
     vectors = model.encode(list(texts), **_ONE_BY_ONE, **options)
     return [np.asarray(vector, dtype=np.float32) for vector in vectors]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from varlen.execution.packing import largest_masks
+from varlen.execution.packing import largest_payloads
 from varlen.memory.usage import Dims
 
 _SMALLEST = 16
@@ -50,8 +50,8 @@ class Bucket:
     @property
     def dims(self) -> Dims:
         """The dimensions that its graph runs with."""
-        masks = largest_masks(self.tokens, self.sequences)
-        return {"tokens": self.tokens, "sequences": self.sequences, "masks": masks}
+        payloads = largest_payloads(self.tokens, self.sequences)
+        return {"tokens": self.tokens, "sequences": self.sequences, **payloads}
 
 
 class Buckets:

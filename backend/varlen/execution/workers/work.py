@@ -1,4 +1,4 @@
-"""The work of a process of a model: batches, or steps of generation, and how it arrives.
+"""The work of a process of a model, and how it arrives: batches or steps.
 
 This process draws the tokens of samples, and advances the searches that need only the logits; the next step continues
 from them. The engine chooses the other tokens, from logits in memory that both processes map.

@@ -12,6 +12,7 @@ from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen_kernels import Activation, Pooling
 
 if TYPE_CHECKING:
+    from varlen.models.blocks.extraction import Extraction
     from varlen.models.blocks.masked_lm import MaskedLM
     from varlen.models.checkpoint.layers import Linear, Norm
     from varlen.models.checkpoint.vector_layers import VectorLayer
@@ -36,6 +37,7 @@ class Heads:
         pools_dense: whether the outputs of the dense layer are pooled, instead of its inputs.
         classifier: `[hidden, labels]`, of sequences or of tokens.
         masked_lm: the head of a masked language model, for tasks that need it.
+        extraction: the head of a model that extracts spans.
     """
 
     pooling: Literal["cls", "mean", "last"] = "cls"
@@ -46,6 +48,7 @@ class Heads:
     pools_dense: bool = False
     classifier: Linear | None = None
     masked_lm: MaskedLM | None = None
+    extraction: Extraction | None = None
 
 
 def record_head(
@@ -71,9 +74,9 @@ def record_head(
             `unpooled_lengths`.
 
     Returns:
-        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
-        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`; token_embed
-        `[tokens, features]`.
+        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; extract
+        `[pairs, columns]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens,
+        labels]`; token_embed `[tokens, features]`.
     """
     import torch
 
@@ -90,6 +93,9 @@ def record_head(
         case "sparse_embed":
             assert heads.masked_lm is not None
             answer = heads.masked_lm.record_term_weights(ops, hidden, splade)
+        case "extract":
+            assert heads.extraction is not None
+            answer = heads.extraction.record(ops, hidden)
         case "fill_mask":
             assert heads.masked_lm is not None
             answer = heads.masked_lm.record_top_terms(ops, hidden)

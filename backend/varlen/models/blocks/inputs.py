@@ -52,6 +52,26 @@ def mask_rows(ops: Recorder) -> Value:
     return _declare(ops, "mask_rows", ("masks",))
 
 
+def word_rows(ops: Recorder) -> Value:
+    """Return the token of each word of the texts, by its place in the batch."""
+    return _declare(ops, "word_rows", ("words",))
+
+
+def label_rows(ops: Recorder) -> Value:
+    """Return the token of each label, by its place in the batch."""
+    return _declare(ops, "label_rows", ("labels",))
+
+
+def cu_words(ops: Recorder) -> Value:
+    """Return the cumulative start of the words of each sequence, then the number of words."""
+    return _declare(ops, "cu_words", (Size(1, sequences=1),))
+
+
+def cu_labels(ops: Recorder) -> Value:
+    """Return the cumulative start of the labels of each sequence, then the number of labels."""
+    return _declare(ops, "cu_labels", (Size(1, sequences=1),))
+
+
 def slots(ops: Recorder) -> Value:
     """Return the slot of each token in the KV caches: block · block_size + place."""
     return _declare(ops, "slots", ("tokens",), "int64")

@@ -97,15 +97,25 @@ class Family(Generic[Model_co]):
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that its checkpoints may serve."""
         vectors: tuple[Task, ...] = () if self.kind == "encoder_decoder" else ("embed", "hidden")
-        of_tokens: tuple[Task, ...] = ("token_embed",) if self.kind == "encoder" else ()
+        of_tokens: tuple[Task, ...] = ("token_embed", "extract") if self.kind == "encoder" else ()
         return (*vectors, *of_tokens, *self.heads)
 
     def check_tensors(
-        self, headers: Mapping[str, TensorHeader], config: Json, head: HeadConfig
+        self,
+        headers: Mapping[str, TensorHeader],
+        config: Json,
+        head: HeadConfig,
+        load_more: Callable[[LayerReader], object] | None = None,
     ) -> None:
-        """Raise CheckpointError unless the tensors are exactly those that config.json requires."""
+        """Raise CheckpointError unless the tensors are exactly those that config.json requires.
+
+        Args:
+            load_more: reads a head that no family knows.
+        """
         reader = HeaderReader(headers)
         self.load(reader, config, head)
+        if load_more is not None:
+            load_more(reader)
         reader.check_unread(lambda name: self.is_unused(name, headers))
 
 

@@ -36,11 +36,6 @@ class _Form:
 
 # Their config.json is no encoder's, or none is there.
 _OTHER_MODELS = (
-    _Form(
-        ("gliner_config.json",),
-        "a model of GLiNER, which finds entities of labels that a request names",
-        "run it with the library gliner, or take a model of token_classify, whose labels are fixed",
-    ),
     *(
         _Form(
             ("model.bin", vocabulary),

@@ -5,6 +5,7 @@ from typing import Any
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_json, show
+from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, names_in
 from varlen.models.checkpoint.incomplete_files import check_no_pointers
@@ -30,7 +31,7 @@ def check_is_transformer(folder: Path) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a folder looks like a checkpoint; static embeddings may have no config.json."""
-    return has_file(folder, "config.json") or static_folder(folder) is not None
+    return has_file(folder, config_name(folder)) or static_folder(folder) is not None
 
 
 def _has_model(folder: Path) -> bool:

@@ -37,6 +37,8 @@ _INDEX_DTYPES = ("I64", "I32")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
+# Beginning of the names of an encoder in a model of GLiNER, whose own layers have other names.
+_ENCODER_OF_GLINER = "token_rep_layer.bert_layer.model."
 # TensorFlow's names of the two tensors of a layer norm, which transformers renames in the same way; and torch's name of
 # a weight that has adapters.
 _OLD_NAMES = {
@@ -334,6 +336,7 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def _canonical_name(name: str) -> str:
+    name = name.removeprefix(_ENCODER_OF_GLINER)
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -1,4 +1,4 @@
-"""Processes of a model: those that are started early, how long they may take, and how often they are started again."""
+"""Processes of a model: an early start, the time they take, and restarts."""
 
 import time
 from pathlib import Path

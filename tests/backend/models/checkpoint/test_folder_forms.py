@@ -129,10 +129,6 @@ FORMS = {
         f"holds a model of CTranslate2, whose weights are no pickle and are not read (model.bin); {ORIGINAL}",
     ),
     "CTranslate2 of two": (["model.bin", "source_vocabulary.txt"], "holds a model of CTranslate2"),
-    "GLiNER": (
-        ["gliner_config.json", "pytorch_model.bin"],
-        "holds a model of GLiNER, which finds entities of labels that a request names (gliner_config.json); run",
-    ),
 }
 
 
