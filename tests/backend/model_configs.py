@@ -18,6 +18,7 @@ def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **change
         num_labels=labels,
         labels=NO_LABELS,
         normalize=False,
+        extraction=None,
     )
     inputs, outputs = tensors_of(task, checkpoint)
     return {

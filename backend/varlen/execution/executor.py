@@ -1,7 +1,7 @@
-"""Runs the engine's batches: one in each thread, or one after another, launched ahead.
+"""Runs the engine's batches one after another, launched ahead of the device.
 
-`ThreadExecutor` has a runner in each thread. `InlineExecutor` and `OverlappingExecutor` launch batches: `start`
-launches one, and the result of the first in flight is read in the engine's thread or in one of their own.
+`start` launches a batch. The result of the first in flight is read in the engine's thread (`InlineExecutor`), or in one
+of its own (`OverlappingExecutor`). `thread_executor` has batches that run at the same time.
 
 `StepLauncher` launches steps of generation before the device has run the ones before them. A step whose tokens and
 beams are chosen from its logits alone is launched as a whole, and the next one behind it: the device gives it the
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +23,9 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
-import numpy as np
-
 from varlen.errors import EngineError, ModelFaultError
-from varlen.execution.model_info import GraphUse, ModelInfo
-from varlen.memory.memory_use import MemoryUse
 from varlen.request.request import Float32Array
-from varlen.scheduling.batch import Batch, BatchResult, Cores, Failure
+from varlen.scheduling.batch import Batch, BatchResult, Failure
 from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
 from varlen.scheduling.engine import Executor
 
@@ -59,41 +53,6 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-class CoreShare:
-    """One byte that the executor writes and every worker reads.
-
-    Attributes:
-        file: descriptor of the memory, for another process.
-        byte: `[1]`, 0 while a batch may use one core.
-        is_on: whether `set_alone` has an effect; off while costs are measured, which are costs of one core.
-    """
-
-    def __init__(self, file: int | None = None) -> None:
-        """Map the memory of a descriptor, which is then its own; without one, new memory."""
-        self.file = os.memfd_create("varlen-cores") if file is None else file
-        os.ftruncate(self.file, 1)
-        self.byte = np.frombuffer(mmap.mmap(self.file, 1), np.uint8)
-        self.is_on = False
-        self._is_open = True
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a batch may use all cores."""
-        return bool(self.byte[0])
-
-    def set_alone(self, alone: bool) -> None:
-        """Say whether one batch runs alone."""
-        self.byte[0] = alone and self.is_on
-
-    def close(self) -> None:
-        """Release the memory of this process once no thread reads it; once is enough."""
-        if self._is_open:
-            self._is_open = False
-            # a thread that comes late may still read it
-            del self.byte
-            os.close(self.file)
-
-
 _log = logging.getLogger(__name__)
 
 Completed: TypeAlias = Callable[[Batch, BatchResult], None]
@@ -108,22 +67,8 @@ class SkippedStepError(Exception):
     """The step before a step of generation, which it needs, has failed."""
 
 
-class CheckedRunner(Protocol):
-    """Runs batches, and can be checked after one has failed."""
-
-    def check(self) -> None:
-        """Run the smallest batch; raise whatever it raises."""
-
-
-class BatchRunner(CheckedRunner, Protocol):
-    """Runs one batch at a time."""
-
-    def run_batch(self, batch: Batch) -> Outputs:
-        """Return the outputs of a batch, see `BatchResult`."""
-
-
-class Launcher(CheckedRunner, Protocol):
-    """Starts batches that run one after another.
+class Launcher(Protocol):
+    """Starts batches, which run one after another.
 
     Attributes:
         slots: batches that may be in flight.
@@ -132,11 +77,7 @@ class Launcher(CheckedRunner, Protocol):
     slots: int
 
     def launch_batch(self, batch: Batch) -> Callable[[], Outputs]:
-        """Start a batch and return a function that waits for its outputs."""
-
-
-class WaitingLauncher(Launcher, Protocol):
-    """Starts batches, and tells whether the first one has ended."""
+        """Start a batch and return a function that waits for its outputs, see `BatchResult`."""
 
     @property
     def wait(self) -> Callable[[float | None], bool] | None:
@@ -146,25 +87,8 @@ class WaitingLauncher(Launcher, Protocol):
         of a batch before its outputs are asked for.
         """
 
-
-class StepModel(WaitingLauncher, Protocol):
-    """A loaded model that generates.
-
-    Attributes:
-        graph_use: cost of its CUDA graphs.
-    """
-
-    graph_use: GraphUse
-
-    @property
-    def info(self) -> ModelInfo:
-        """Model facts for the engine."""
-
-    def use(self) -> MemoryUse:
-        """Return the memory use. From any thread."""
-
-    def close(self) -> None:
-        """Release memory and end processes. Nothing may run."""
+    def check(self) -> None:
+        """Run the smallest batch, after another one has failed; raise whatever it raises."""
 
 
 class ModelExecutor(Executor, Protocol):
@@ -174,24 +98,9 @@ class ModelExecutor(Executor, Protocol):
         """Run what was started and stop the threads; return whether the device is idle."""
 
 
-@dataclass(slots=True, eq=False)
-class _Started:
-    """A batch in flight, and what it has used so far."""
-
-    batch: Batch
-    completed: Completed
-    cores: Cores = "one"
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch that was launched.
-
-    Attributes:
-        batch, completed: see `Executor.start`.
-        at: start time.
-        outputs: waits for them.
-    """
+    """A batch that was launched at this time; `outputs` waits for them."""
 
     batch: Batch
     completed: Completed
@@ -224,20 +133,18 @@ class _LaunchingExecutor:
         self._is_pipeline = is_pipeline
         self._launcher = launcher
         self._clock = clock
+        # in the order in which they run; None ends the thread that waits for them
+        self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
         self._lock = Lock()
         # expected seconds of the batches in flight, and when the first of them began to run
         self._expected: deque[float] = deque()
         self._runs_since = 0.0
 
-    def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run."""
-        if self._is_pipeline:
-            return -math.inf
-        with self._lock:
-            return self._runs_since + sum(self._expected)
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Launch a batch; `completed` is called once with its result.
 
-    def _launch(self, batch: Batch, completed: Completed) -> _Launched:
-        """Launch a batch; what it raises is raised by its outputs."""
+        The result says what the launch has raised, too.
+        """
         began = self._clock()
         try:
             outputs = self._launcher.launch_batch(batch)
@@ -248,11 +155,18 @@ class _LaunchingExecutor:
                 # the batch before may have ended while this one was packed
                 self._runs_since = max(self._runs_since, began)
             self._expected.append(batch.seconds)
-        return _Launched(batch, completed, began, outputs)
+        self._launched.put(_Launched(batch, completed, began, outputs))
+
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run."""
+        if self._is_pipeline:
+            return -math.inf
+        with self._lock:
+            return self._runs_since + sum(self._expected)
 
     def _complete(self, launched: _Launched) -> None:
         """Wait for the first batch in flight, and call `completed` with its result."""
-        result = result_of(self._launcher, launched.batch, launched.outputs)
+        result = result_of(self._launcher.check, launched.batch, launched.outputs)
         now = self._clock()
         with self._lock:
             # the time since it was the only one to run, which teaches the scheduler what such a batch costs
@@ -268,30 +182,13 @@ class InlineExecutor(_LaunchingExecutor):
     It is for batches that are short, since that thread does nothing else while it waits.
     """
 
-    _launcher: WaitingLauncher
-
-    def __init__(
-        self,
-        launcher: WaitingLauncher,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        is_pipeline: bool = False,
-    ) -> None:
-        """Start without a batch; arguments as in `_LaunchingExecutor`."""
-        super().__init__(launcher, clock, is_pipeline=is_pipeline)
-        self._in_flight: deque[_Launched] = deque()
-
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch; `collect` calls `completed` with the result."""
-        self._in_flight.append(self._launch(batch, completed))
-
     def collect(self, timeout: float | None) -> bool:
         """Complete the first batch in flight unless it takes longer; return False without one."""
-        if not self._in_flight:
+        if self._launched.empty():
             return False
         wait = self._launcher.wait
-        if wait is None or wait(timeout):
-            self._complete(self._in_flight.popleft())
+        if (wait is None or wait(timeout)) and (launched := self._launched.get()):
+            self._complete(launched)
         return True
 
     def close(self) -> bool:
@@ -309,15 +206,10 @@ class OverlappingExecutor(_LaunchingExecutor):
         *,
         is_pipeline: bool = False,
     ) -> None:
-        """Start the thread; arguments as in `_LaunchingExecutor`."""
+        """Start the thread."""
         super().__init__(launcher, clock, is_pipeline=is_pipeline)
-        self._queue: SimpleQueue[_Launched | None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
         self._thread.start()
-
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch; this executor's thread calls `completed` once with the result."""
-        self._queue.put(self._launch(batch, completed))
 
     def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
         """Return False: the thread of this executor completes its batches."""
@@ -325,108 +217,24 @@ class OverlappingExecutor(_LaunchingExecutor):
 
     def close(self) -> bool:
         """Wait for what was started and stop the thread; return True."""
-        self._queue.put(None)
+        self._launched.put(None)
         self._thread.join()
         return True
 
     def _loop(self) -> None:
-        while (launched := self._queue.get()) is not None:
+        while (launched := self._launched.get()) is not None:
             self._complete(launched)
             # this frame must not keep a batch alive until the next one comes
             del launched
 
 
-class ThreadExecutor:
-    """Runs batches in threads of its own.
-
-    Attributes:
-        slots: batches that may be in flight: one thread and one runner each.
-    """
-
-    def __init__(
-        self,
-        runners: Sequence[BatchRunner],
-        prepare: Callable[[], None] | None = None,
-        share: CoreShare | None = None,
-    ) -> None:
-        """Start the threads.
-
-        Args:
-            runners: one per thread.
-            prepare: each thread calls it first.
-            share: tells the runners whether a batch runs alone.
-        """
-        self.slots = len(runners)
-        self._prepare = prepare
-        self._share = share
-        self._in_flight: list[_Started] = []
-        self._counting = Lock()
-        self._queue: SimpleQueue[_Started | None] = SimpleQueue()
-        self._threads = [
-            Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
-            for slot, runner in enumerate(runners)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch. A thread of this executor calls `completed` once with the result."""
-        work = _Started(batch, completed)
-        with self._counting:
-            for other in self._in_flight:
-                other.cores = "both" if other.cores == "all" else other.cores
-            self._in_flight.append(work)
-            if self._share_cores():
-                work.cores = "all"
-        self._queue.put(work)
-
-    def free_at(self) -> float:
-        """Return minus infinity: where a slot is free, its runner is."""
-        return -math.inf
-
-    def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
-        """Return False: threads of this executor complete its batches."""
-        return False
-
-    def close(self) -> bool:
-        """Run what was started and stop the threads; return True."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        return True
-
-    def _loop(self, runner: BatchRunner) -> None:
-        if self._prepare is not None:
-            self._prepare()
-        while (work := self._queue.get()) is not None:
-            result = result_of(runner, work.batch, partial(runner.run_batch, work.batch))
-            self._end(work)
-            work.completed(work.batch, replace(result, cores=work.cores))
-            # this frame must not keep a batch alive until the next one comes
-            del work, result
-
-    def _end(self, work: _Started) -> None:
-        with self._counting:
-            self._in_flight.remove(work)
-            if self._share_cores():
-                self._in_flight[0].cores = "both"
-
-    def _share_cores(self) -> bool:
-        """Tell the runners whether one batch is in flight; return whether it has all cores."""
-        if self._share is None:
-            return False
-        self._share.set_alone(len(self._in_flight) == 1)
-        return self._share.is_alone
-
-
-def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -> BatchResult:
+def result_of(check: Callable[[], None], batch: Batch, run: Callable[[], Outputs]) -> BatchResult:
     """Return the result of a batch. Never raises: tracebacks would keep its memory.
 
     Args:
-        runner: runs the batch.
-        batch: see above.
-        run: returns the outputs of the batch; what it takes is the run time.
+        check: runs the smallest batch, if this one fails.
+        batch: the batch.
+        run: returns its outputs; what it takes is the run time.
     """
     began = time.perf_counter()
     outputs: Outputs = []
@@ -446,15 +254,15 @@ def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -
         failure, reason = "model", str(error)
     except BaseException:
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
-        failure = "batch" if _still_runs(runner) else "model"
+        failure = "batch" if _still_runs(check) else "model"
     seconds = time.perf_counter() - began
     return BatchResult([] if failure else outputs, seconds, failure, reason=reason)
 
 
-def _still_runs(runner: CheckedRunner) -> bool:
+def _still_runs(check: Callable[[], None]) -> bool:
     """Return whether the smallest batch runs after another one has failed."""
     try:
-        runner.check()
+        check()
     except MemoryError:
         return True
     except BaseException:
@@ -499,22 +307,13 @@ class StepDevice(Protocol[_Packed]):
     """What runs steps, in the order in which they start."""
 
     def pack(self, step: Batch, plan: DevicePlan) -> _Packed:
-        """Return a step as the device takes it.
-
-        Args:
-            step: the step.
-            plan: the plan of the device.
-        """
+        """Return a step as the device takes it, with what the device chooses."""
 
     def may_queue(self, packed: _Packed) -> bool:
         """Return whether a step can start while another one runs, without waiting for it."""
 
     def start(self, step: Batch, packed: _Packed) -> Callable[[], Chosen]:
-        """Start a step; return a function that waits for what the device chooses.
-
-        Args:
-            step, packed: the step, and what `pack` has made of it.
-        """
+        """Start a step; return a function that waits for what the device chooses."""
 
     def choose(
         self, step: Batch, packed: _Packed, plan: DevicePlan, chosen: Chosen
@@ -522,10 +321,6 @@ class StepDevice(Protocol[_Packed]):
         """Return the outputs of a step, completed by the host.
 
         It is the step that was started last, unless steps in flight have different sequences.
-
-        Args:
-            step, packed: the step, and what `pack` has made of it.
-            plan, chosen: the plan of the device, and its choices.
         """
 
 
@@ -534,8 +329,6 @@ class _LaunchedStep(Generic[_Packed]):
     """A step in flight.
 
     Attributes:
-        step, packed: the step, as it is and as the device takes it.
-        plan: the plan of the device.
         is_started: whether it is on the device's queue, or never will be.
         chosen: waits for what the device chooses, once.
         error: reason why it could not be packed or started.
@@ -550,9 +343,9 @@ class _LaunchedStep(Generic[_Packed]):
 
 
 class StepLauncher(Generic[_Packed]):
-    """Launches steps from one thread.
+    """Launches steps before the device has run the ones before them, see `_start_ahead`.
 
-    Their outputs are asked for in order, in the same thread or another one.
+    Their outputs are asked for in order, in the thread that launches or another one.
     """
 
     def __init__(
@@ -574,29 +367,74 @@ class StepLauncher(Generic[_Packed]):
         self._lock = Lock()
 
     def launch(self, step: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step; return a function that waits for its outputs.
+        """Plan and pack a step, and start it once it may.
 
-        If the host has to choose the tokens before it, it starts after that. `Runner.launch_batch` says what the
-        function raises.
+        Returns a function that waits for its outputs; `Runner.launch_batch` says what it raises.
         """
         launched = _LaunchedStep[_Packed](step)
         try:
-            plan = self._chooser.plan(step)
-            launched.packed = self._device.pack(step, plan)
-            launched.plan = plan
+            launched.plan = self._chooser.plan(step)
+            launched.packed = self._device.pack(step, launched.plan)
         except BaseException as error:
             launched.error = error
         with self._lock:
             self._in_flight.append(launched)
-            self._start_all()
+            self._start_ahead()
         return partial(self._outputs, launched)
+
+    def _start_ahead(self) -> None:
+        """Start steps in their order.
+
+        The one after a step whose tokens the host has to choose starts when they are known.
+        """
+        for place, launched in enumerate(self._in_flight):
+            if not launched.is_started and launched.error is None:
+                packed = cast(_Packed, launched.packed)
+                if place and not self._device.may_queue(packed):
+                    return
+                launched.is_started = True
+                if not self._order.is_skipped(launched.step.after):
+                    try:
+                        launched.chosen = self._device.start(launched.step, packed)
+                    except BaseException as error:
+                        launched.error = error
+            if not self._runs_apart and not (launched.plan.is_whole and launched.error is None):
+                return
+
+    def _outputs(self, launched: _LaunchedStep[_Packed]) -> Sequence[SampledToken | BeamStep]:
+        """Return the outputs of the first step in flight; start steps that waited for it."""
+        step, plan = launched.step, launched.plan
+        try:
+            # until then the device uses the inputs of a step that is skipped
+            self.drain()
+            with self._order.running(step.number, step.after):
+                if launched.error is not None:
+                    raise launched.error
+                assert launched.chosen is not None
+                waits, launched.chosen = launched.chosen, None
+                chosen = waits()
+                if not plan.is_whole:
+                    return self._device.choose(step, cast(_Packed, launched.packed), plan, chosen)
+                try:
+                    return self._chooser.outputs(step, plan, chosen, None)
+                except MemoryError:
+                    # the next step may have run, so this one cannot run again, as one that lacks memory does
+                    raise EngineError(
+                        "the server had too little memory to read what a step chose"
+                    ) from None
+        finally:
+            with self._lock:
+                self._in_flight.popleft()
+                # its frames hold the step
+                launched.error = None
+                self._start_ahead()
 
     @property
     def awaits_device(self) -> bool:
         """Whether the outputs of the first step in flight depend on the device."""
-        if not self._in_flight:
-            return False
-        launched = self._in_flight[0]
+        return bool(self._in_flight) and self._is_awaited(self._in_flight[0])
+
+    def _is_awaited(self, launched: _LaunchedStep[_Packed]) -> bool:
         return launched.chosen is not None and not self._order.is_skipped(launched.step.after)
 
     def drain(self) -> None:
@@ -604,7 +442,7 @@ class StepLauncher(Generic[_Packed]):
         waits = []
         with self._lock:
             for launched in self._in_flight:
-                if launched.chosen is not None and self._order.is_skipped(launched.step.after):
+                if launched.chosen is not None and not self._is_awaited(launched):
                     waits.append(launched.chosen)
                     launched.chosen = None
         for wait in waits:
@@ -619,63 +457,3 @@ class StepLauncher(Generic[_Packed]):
         for launched in started:
             assert launched.chosen is not None
             launched.chosen = outcome_of(launched.chosen)
-
-    def _outputs(self, launched: _LaunchedStep[_Packed]) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of the first step in flight."""
-        step = launched.step
-        try:
-            # until then the device uses the inputs of a step that is skipped
-            self.drain()
-            with self._order.running(step.number, step.after):
-                if launched.error is not None:
-                    raise launched.error
-                assert launched.chosen is not None
-                waits, launched.chosen = launched.chosen, None
-                plan, chosen = launched.plan, waits()
-                if plan.is_whole:
-                    return self._whole(step, plan, chosen)
-                return self._device.choose(step, cast(_Packed, launched.packed), plan, chosen)
-        finally:
-            with self._lock:
-                self._in_flight.popleft()
-                # its frames hold the step
-                launched.error = None
-                self._start_all()
-
-    def _whole(
-        self, step: Batch, plan: DevicePlan, chosen: Chosen
-    ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step that the device has chosen.
-
-        Raises:
-            EngineError: the host has too little memory for them. The next step may have run, so this one cannot run
-                again, as one that runs out of memory does.
-        """
-        try:
-            return self._chooser.outputs(step, plan, chosen, None)
-        except MemoryError:
-            raise EngineError(
-                "the server had too little memory to read what a step chose"
-            ) from None
-
-    def _start_all(self) -> None:
-        """Start the steps in flight, up to one that the next has to wait for."""
-        for place, launched in enumerate(self._in_flight):
-            if not launched.is_started and launched.error is None:
-                packed = cast(_Packed, launched.packed)
-                if place and not self._device.may_queue(packed):
-                    return
-                self._start(launched, packed)
-            # the host chooses its tokens, which the next one takes, or it does not run
-            if not self._runs_apart and not (launched.plan.is_whole and launched.error is None):
-                return
-
-    def _start(self, launched: _LaunchedStep[_Packed], packed: _Packed) -> None:
-        """Start a step unless it must not run; an error is kept."""
-        launched.is_started = True
-        if self._order.is_skipped(launched.step.after):
-            return
-        try:
-            launched.chosen = self._device.start(launched.step, packed)
-        except BaseException as error:
-            launched.error = error

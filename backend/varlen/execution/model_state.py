@@ -22,7 +22,6 @@ from varlen.execution.arenas import caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSteps, OpsOnDevice
-from varlen.execution.executor import StepLauncher
 from varlen.execution.packing import (
     Arrays,
     PackedStep,
@@ -40,7 +39,7 @@ from varlen.execution.packing import (
     tokens_of_rows,
 )
 from varlen.execution.programs import LoadedPrograms
-from varlen.execution.rank_link import RankLink
+from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.usage import Dims
@@ -61,7 +60,6 @@ from varlen.scheduling.device_plan import (
     EditLimits,
     SampledToken,
 )
-from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.tasks import Task
 from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.choices import best_tokens
@@ -98,7 +96,12 @@ class OneShot:
     """
 
     def __init__(
-        self, device: ProgramRunner, task: Task = "hidden", *, is_padded: bool = False
+        self,
+        device: ProgramRunner,
+        task: Task = "hidden",
+        *,
+        is_padded: bool = False,
+        link: RankLink[Any] = NO_OTHERS,
     ) -> None:
         """Use a program.
 
@@ -106,9 +109,10 @@ class OneShot:
             device: runs it.
             task: task of the model.
             is_padded: whether sequences are padded to the longest of their batch, for comparison.
+            link: link to the other processes that hold the model.
         """
         self.device = device
-        self._task, self._is_padded = task, is_padded
+        self._task, self._is_padded, self._link = task, is_padded, link
         self._rows = device.program.row_dimension
         self._reads_payloads = not {"mask_rows", "word_rows"}.isdisjoint(device.input_names)
 
@@ -119,6 +123,16 @@ class OneShot:
 
         On a CPU the batch has run. The function must be called once. See `Runner.run` for the answers.
         """
+        with self._link.running((prompts, options)):
+            return self._launch(prompts, options)
+
+    def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
+        """Start a batch of the engine; see `launch`."""
+        return self.launch(batch.prompts, batch.options)
+
+    def _launch(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> Callable[[], list[Float32Array]]:
         count = len(prompts)
         if self._is_padded:
             padding = _padding(prompts)
@@ -270,26 +284,12 @@ class Decoder:
             )
             self.steps = CpuSteps(runner, link.stage)
         self._bind_others(loaded.programs[1:], arenas[1:])
-        self._launcher: StepLauncher[PackedStep] | None = None
-        if isinstance(self.steps, CudaSteps):
-            self._launcher = StepLauncher(self, chooser)
 
-    @property
-    def slots(self) -> int:
-        """Number of steps that may be in flight."""
-        return 1 if self._launcher is None else MAX_IN_FLIGHT
-
-    def launch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Start a step; return a function that waits for its outputs.
-
-        On a CPU that function runs the step.
-        """
-        if self._launcher is not None:
-            return self._launcher.launch(batch)
+    def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
+        """Return a function that runs a step on a CPU and returns its outputs."""
         return partial(self._run_batch, batch)
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step on a CPU."""
         assert isinstance(self.steps, CpuSteps)
         with memory_errors(), torch.inference_mode():
             plan = self._chooser.plan(batch)

@@ -40,7 +40,7 @@ from varlen.program.program import Program, bytes_of
 from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
-from varlen.tasks import TASKS, Task
+from varlen.tasks import Task
 
 # The least KV cache: no step finds keys in it.
 _NO_KV = KvSize(1, 1, 0, torch.float32)
@@ -71,6 +71,7 @@ class LoadedPrograms:
 
 
 def load_programs(
+    kind: type[WholeSequences | Steps],
     checkpoint: Checkpoint,
     config: EngineConfig,
     task: Task,
@@ -84,6 +85,7 @@ def load_programs(
     """Return the programs of a checkpoint for a task.
 
     Args:
+        kind: kind of the model.
         checkpoint, config, kernels, link: arguments of `Runner`.
         task: task of the model.
         device: the device that runs them.
@@ -98,7 +100,6 @@ def load_programs(
     check_task_device(device, task)
     dtype = choose_dtype(config.dtype, device)
     fields = dict(cost_fields(checkpoint, device, link.rank))
-    kind = _Steps if TASKS[task].is_iterative else _WholeSequences
     loading = _Loading(checkpoint, config, task, dtype, device, link.rank)
     cut = agree_on_cut(
         lambda shapes: kind(loading, shapes).record(_NO_KV)[0],
@@ -190,7 +191,7 @@ class _Model(Protocol):
         """Return programs whose linear layers have weights of this many bits."""
 
 
-class _WholeSequences:
+class WholeSequences:
     """An encoder, whose sequences run as a whole: a `_Model`."""
 
     use = BATCHES
@@ -245,7 +246,7 @@ class _WholeSequences:
         return to_int8(calibrated, programs, cache, bits)
 
 
-class _Steps:
+class Steps:
     """A decoder, perhaps with an encoder, whose sequences run step by step: a `_Model`."""
 
     use = STEPS

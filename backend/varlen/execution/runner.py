@@ -20,19 +20,26 @@ from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner, CudaSteps
 from varlen.execution.device import choose_device, device_memory, name_of
-from varlen.execution.executor import CoreShare, Outputs
+from varlen.execution.executor import Outputs, StepLauncher
 from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import (
     GraphUse,
     ModelInfo,
     edit_limits,
-    longest_sequence,
+    generation_limit,
+    sequence_limit,
     step_limit,
 )
 from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, ProgramRunner
 from varlen.execution.packing import PackedStep
-from varlen.execution.programs import load_programs
+from varlen.execution.programs import (
+    LoadedPrograms,
+    Steps,
+    WholeSequences,
+    load_programs,
+)
 from varlen.execution.rank_link import NO_OTHERS, RankLink
+from varlen.execution.thread_executor import CoreShare
 from varlen.execution.token_state import Chooser
 from varlen.memory.arena import Arena
 from varlen.memory.memory_use import MemoryUse
@@ -45,7 +52,7 @@ from varlen.request.request import (
     Prompt,
     RequestOptions,
 )
-from varlen.scheduling.batch import Batch
+from varlen.scheduling.batch import MAX_STEPS, Batch
 from varlen.tasks import TASKS, Task
 from varlen_kernels.ops import kernels_for
 
@@ -66,10 +73,15 @@ class Runner:
         arenas: memory of their intermediates.
         state: memory of the model on the device, which decides how batches run.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
+        launch_batch: starts a batch and returns a function that waits for its outputs. On a CPU the batch has run then,
+            and a step runs in that function. The outputs are the answer of each sequence, or the token of each sample
+            and the step of each search, chunk by chunk. The function raises MemoryError if there is too little memory
+            for what the batch needs beside the arena, and SkippedStepError if the step before failed.
         graph_use: cost of the CUDA graphs, if there are any.
     """
 
     state: OneShot | Decoder
+    launch_batch: Callable[[Batch], Callable[[], Outputs]]
     # nothing is known of a batch before its outputs are asked for
     wait = None
 
@@ -102,37 +114,50 @@ class Runner:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        task = _task_of(checkpoint, config, generates=chooser is not None)
         self.link = link
-        longest = longest_sequence(task, checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self._config, self._workers = config, workers
         self._kernels: Any = kernels or kernels_for(self.device)
-        max_step_tokens = 0 if chooser is None else step_limit(checkpoint, config)
+        self.slots, self.graph_use = 1, GraphUse()
+        if chooser is None:
+            self._load_whole_sequences(checkpoint, measures * config.warmup_seconds)
+        else:
+            self._load_steps(checkpoint, chooser)
+
+    def _load(
+        self,
+        kind: type[WholeSequences | Steps],
+        checkpoint: Checkpoint,
+        task: Task,
+        *,
+        longest: int,
+        seconds: float,
+    ) -> LoadedPrograms:
+        """Load the programs of a kind of model; see `load_programs`."""
         self._loaded = load_programs(
+            kind,
             checkpoint,
-            config,
+            self._config,
             task,
             self.device,
             self._kernels,
             longest=longest,
-            seconds=config.warmup_seconds if measures or chooser is not None else 0.0,
-            link=link,
+            seconds=seconds,
+            link=self.link,
         )
         self.programs = self._loaded.programs
-        self.slots, self.graph_use = 1, GraphUse()
-        if chooser is None:
-            self._load_whole_sequences(task, longest)
-        else:
-            self._load_steps(checkpoint, chooser, task, longest, max_step_tokens)
+        return self._loaded
 
-    def _load_whole_sequences(self, task: Task, longest: int) -> None:
-        """Make the state of a model that runs whole sequences."""
+    def _load_whole_sequences(self, checkpoint: Checkpoint, seconds: float) -> None:
+        """Load a model that runs whole sequences."""
         config = self._config
+        task = _task_of_sequences(checkpoint, config)
+        longest = sequence_limit(checkpoint, config)
+        self._load(WholeSequences, checkpoint, task, longest=longest, seconds=seconds)
         self.arenas: Sequence[Arena] = [self._batch_arena(longest)]
         self._map_handoffs()
         device = self._new_program_runner()
-        self.state = OneShot(device, task, is_padded=config.execution == "padded")
+        self._run_whole(device, task)
         self.info = self._info(
             task,
             longest,
@@ -144,22 +169,21 @@ class Runner:
         if isinstance(device, CudaRunner):
             self.slots, self.graph_use = device.slots, device.graph_use
 
-    def _load_steps(
-        self,
-        checkpoint: Checkpoint,
-        chooser: Chooser,
-        task: Task,
-        longest: int,
-        max_step_tokens: int,
-    ) -> None:
-        """Make the state of a model that generates."""
-        loaded, config = self._loaded, self._config
+    def _load_steps(self, checkpoint: Checkpoint, chooser: Chooser) -> None:
+        """Load a model that generates."""
+        config = self._config
+        is_translation = checkpoint.translate is not None
+        task: Task = "translate" if is_translation else "generate"
+        checkpoint.check_task(task)
+        longest = generation_limit(checkpoint, config)
+        max_step_tokens = step_limit(checkpoint, config)
+        loaded = self._load(Steps, checkpoint, task, longest=longest, seconds=config.warmup_seconds)
         assert loaded.kv is not None
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=max_step_tokens
         )
         self._map_handoffs()
-        self.state = (EncoderDecoder if task == "translate" else Decoder)(
+        self.state = (EncoderDecoder if is_translation else Decoder)(
             loaded,
             self.arenas,
             config,
@@ -169,8 +193,9 @@ class Runner:
             limits=edit_limits(checkpoint, config),
             link=self.link,
         )
-        self.slots = self.state.slots
+        self.launch_batch = self.state.launch_batch
         if isinstance(self.state.steps, CudaSteps):
+            self.launch_batch, self.slots = StepLauncher(self.state, chooser).launch, MAX_STEPS
             self.graph_use = self.state.steps.graph_use
         self.info = self._info(
             task,
@@ -205,26 +230,18 @@ class Runner:
         """Return a runner of the same whole sequences on its CPU, with another arena."""
         other = copy(self)
         other.arenas = [self._batch_arena(self.info.max_sequence_tokens)]
-        other.state = OneShot(
-            other._new_program_runner(), self.info.task, is_padded=self.info.is_padded
-        )
+        other._run_whole(other._new_program_runner(), self.info.task)
         return other
+
+    def _run_whole(self, device: ProgramRunner, task: Task) -> None:
+        """Run whole sequences on a device."""
+        is_padded = self._config.execution == "padded"
+        self.state = OneShot(device, task, is_padded=is_padded, link=self.link)
+        self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
         """Run batches on all cores of its CPU while `share` says that they run alone."""
         self._cpu_runner.share_cores(share, self._workers)
-
-    def launch_batch(self, batch: Batch) -> Callable[[], Outputs]:
-        """Start a batch; return a function that waits for its outputs.
-
-        On a CPU the batch runs here, and a step in that function. The outputs are the answer of each sequence, or the
-        token of each sample and the step of each search, chunk by chunk. The function raises:
-            MemoryError: too little memory for what the batch needs beside the arena.
-            SkippedStepError: the step before it failed.
-        """
-        if isinstance(self.state, Decoder):
-            return self.state.launch(batch)
-        return self._launch(batch.prompts, batch.options)
 
     def run_batch(self, batch: Batch) -> Outputs:
         """Return the outputs of a batch; see `launch_batch`."""
@@ -248,14 +265,8 @@ class Runner:
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        return self._launch(prompts, options)()
-
-    def _launch(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> Callable[[], list[Float32Array]]:
         assert isinstance(self.state, OneShot)
-        with self.link.running((prompts, options)):
-            return self.state.launch(prompts, options)
+        return self.state.run(prompts, options)
 
     def run_part(self, work: Work) -> Sequence[Float32Array] | Tensor:
         """Run this process's part of some work; return what the leader gets: answers, or logits."""
@@ -343,19 +354,16 @@ class Runner:
             )
 
 
-def _task_of(checkpoint: Checkpoint, config: EngineConfig, *, generates: bool) -> Task:
-    """Return the task of a model.
+def _task_of_sequences(checkpoint: Checkpoint, config: EngineConfig) -> Task:
+    """Return the task of a model that runs whole sequences.
 
     Raises:
         CheckpointError: the checkpoint lacks the head of the task.
         ConfigError: its answers are written token by token, and the model does not generate.
     """
-    if generates:
-        task: Task = "generate" if checkpoint.translate is None else "translate"
-    else:
-        task = config.task or checkpoint.task
+    task = config.task or checkpoint.task
     checkpoint.check_task(task)
-    if TASKS[task].is_iterative and not generates:
+    if TASKS[task].is_iterative:
         others = [each for each in checkpoint.tasks if not TASKS[each].is_iterative]
         raise ConfigError(
             f'task is "{task}", whose answers are written token by token by a Generator or the server;'

@@ -16,6 +16,8 @@ from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
 Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
+# Steps of generation in flight without a pipeline: one runs, and the next one is ready.
+MAX_STEPS = 2
 # Cores of a batch: one, or all since it ran alone, or both in turn.
 Cores: TypeAlias = Literal["one", "all", "both"]
 

@@ -18,9 +18,9 @@ from varlen.decoding.text.writer import TextWriter
 from varlen.errors import RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
-from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor, StepModel
+from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
 from varlen.execution.model_info import ModelInfo, edit_limits, limit_notes, queue_limit, text_limit
-from varlen.execution.workers.steps import load_step_model
+from varlen.execution.workers.steps import StepModel, load_step_model
 from varlen.intake.checks import Intake
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.execution.executor import CoreShare, InlineExecutor, ThreadExecutor
+from varlen.execution.executor import InlineExecutor
+from varlen.execution.thread_executor import CoreShare, ThreadExecutor
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import RequestState
 

@@ -327,6 +327,7 @@ def overlapping(runner):
     arena = Arena(Layout(runner.program.buffers, 256), largest_dims(512, 16), CPU)
     graphs = CudaRunner(runner.program, reference, arena, RepeatedWork())
     other.state = OneShot(graphs)
+    other.launch_batch = other.state.launch_batch
     other.slots = CudaRunner.slots
     info = replace(runner.info, max_batch_tokens=512, workers=1)
     return Workers(info, [other], launcher=other, graphs=graphs.graph_use)

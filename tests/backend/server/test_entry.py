@@ -76,14 +76,14 @@ def only_runner(model):
 def start_and_hold(model, request):
     """Execute a request; return the event that lets its running batch continue."""
     runner = only_runner(model)
-    begun, go_on, run = Event(), Event(), runner.run_batch
+    begun, go_on, launch = Event(), Event(), runner.launch_batch
 
-    def wait_and_run(batch):
+    def wait_and_launch(batch):
         begun.set()
         assert go_on.wait(SECONDS)
-        return run(batch)
+        return launch(batch)
 
-    runner.run_batch = wait_and_run
+    runner.launch_batch = wait_and_launch
     assert model.execute([request]) is None
     assert begun.wait(SECONDS)
     return go_on
@@ -92,13 +92,13 @@ def start_and_hold(model, request):
 def fail_once(model):
     """Make the model fail in its next batch."""
     runner = only_runner(model)
-    run = runner.run_batch
+    launch = runner.launch_batch
 
     def fail(batch):
-        runner.run_batch = run
+        runner.launch_batch = launch
         raise ZeroDivisionError("poison")
 
-    runner.run_batch = fail
+    runner.launch_batch = fail
 
 
 def test_execute_answers_later_and_returns_none(load, ask):
@@ -457,7 +457,7 @@ def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     runner = only_runner(model)
-    runner.run_batch = runner.run = lost
+    runner.launch_batch = runner.run = lost
     first, later = ask(text=text("a")), ask(text=text("b"))
     model.execute([first])
     wait_for(first)

@@ -23,7 +23,6 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
 from varlen.execution import fingerprint
-from varlen.execution.executor import ThreadExecutor
 from varlen.execution.fingerprint import (
     checkpoint_hash,
     code_hash,
@@ -33,6 +32,7 @@ from varlen.execution.fingerprint import (
 )
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
+from varlen.execution.thread_executor import ThreadExecutor
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS
 from varlen.scheduling.batch import BatchResult

@@ -7,13 +7,12 @@ Other processes want cores too, and what is idle cannot be known. A thread that 
 others (`run_parts`); one that loses its core in the middle of a part costs one op, and the next ones stay on one core.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from varlen.execution.executor import CoreShare
+from varlen.execution.thread_executor import LoneCores
 from varlen.program.program import Op, Program, Value
 from varlen_kernels.cpu.native.threads import run_parts, usable_cores, using_cores
 
@@ -27,10 +26,6 @@ _LEAST_TOKENS = 16
 _LEAST_WORK = 1 << 25
 # Attention of fewer tokens takes less than that.
 _LEAST_TOGETHER = 128
-# Once ops have taken this many seconds more than on one core, no op uses others for a pause; pauses become longer until
-# ops have gained as much.
-_MOST_SECONDS = 3e-3
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 16.0
 # Multiplications that take as long as one number of an activation or a norm.
 _WORK_OF_NUMBER = 32
 
@@ -44,38 +39,6 @@ def padded(tokens: int) -> int:
 def batch_sizes(most: int) -> list[int]:
     """Return the numbers of tokens that batches are padded to, ascending, up to `most`."""
     return sorted({padded(tokens) for tokens in range(1, most + 1)})
-
-
-class LoneCores:
-    """How many cores a batch may use, now.
-
-    Attributes:
-        share: says whether a batch runs alone.
-    """
-
-    def __init__(self, share: CoreShare, cores: int) -> None:
-        """Allow this number of cores while `share` says that a batch runs alone, else one."""
-        self.share = share
-        self._cores = cores
-        self._gained = 0.0
-        self._pause = _SHORTEST_PAUSE
-        self._not_before = 0.0
-
-    @property
-    def count(self) -> int:
-        """The number of cores."""
-        is_paused = not self.share.byte[0] or time.monotonic() < self._not_before
-        return 1 if is_paused else self._cores
-
-    def add_gain(self, seconds: float) -> None:
-        """Count seconds gained by other cores; after losses allow one core for a while."""
-        self._gained = min(self._gained + seconds, _MOST_SECONDS)
-        if self._gained == _MOST_SECONDS:
-            self._pause = _SHORTEST_PAUSE
-        elif self._gained < -_MOST_SECONDS:
-            self._gained = 0.0
-            self._not_before = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 class AllCores:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from varlen.execution.cpu.all_cores import LoneCores
+from varlen.execution.thread_executor import LoneCores
 from varlen.memory.arena import Region
 from varlen.memory.usage import Dims, Size, shapes_at
 from varlen.processes import python_command
@@ -108,6 +108,9 @@ class CompiledProgram:
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
         self._sizes = tuple(dict.fromkeys(_sizes_of(self._calls)))
         self._table = self._new_table(self._calls)
+        # sizes and work of the last run, by its cores and dimensions, which most steps share with the one before
+        self._last: tuple[int, Dims] = 0, {}
+        self._last_sizes = self._last_work = np.empty(0, np.int64)
 
     @property
     def has_products(self) -> bool:
@@ -175,14 +178,19 @@ class CompiledProgram:
             *(begin + offset for offset in region.offsets),
             *(output.data_ptr() for output in outputs),
         ]
-        (sizes,) = shapes_at([self._sizes], dims)
-        work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
+        if self._last != (cores, dims):
+            (sizes,) = shapes_at([self._sizes], dims)
+            work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
+            self._last_sizes = np.array(sizes, np.int64)[table.sizes[1]]
+            self._last_work = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
+            self._last = cores, dict(dims)
         # nothing overwrites it: a thread that comes late may read it
         rows = table.rows.copy()
         flat = rows.ravel()
-        for (indices, numbers), values in ((table.addresses, addresses), (table.sizes, sizes)):
-            flat[indices] = np.array(values, np.int64)[numbers]
-        rows[:, UNITS : PARTS + 1] = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
+        places, numbers = table.addresses
+        flat[places] = np.array(addresses, np.int64)[numbers]
+        flat[table.sizes[0]] = self._last_sizes
+        rows[:, UNITS : PARTS + 1] = self._last_work
         return rows
 
     def _new_table(self, calls: Sequence[_Call]) -> _Table:

@@ -12,18 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from varlen.execution.cpu.all_cores import AllCores, LoneCores, batch_sizes, padded
+from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
-from varlen.execution.executor import CoreShare
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.packing import Arrays, padded_inputs
+from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.arena import Arena
 from varlen.memory.shared import map_shared, new_shared
 from varlen.memory.usage import Dims
 from varlen.program.program import NO_STATES, PackedBatch, Program
 from varlen.program.stages import NO_STAGES, Stage
-from varlen_kernels.cpu.native.threads import usable_cores
 
 # oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
 # default. An encoder has products of four shapes, for the numbers of tokens in `batch_sizes`.
@@ -272,7 +271,7 @@ class CpuSteps:
         logits = self.last_logits(dims["logit_rows"], slot)
         step = partial(self._runner.run, arrays, dims, [logits])
         if self._runner.is_compiled:
-            self._cores.run(step, dims["tokens"], usable_cores())
+            self._cores.run(step, dims["tokens"], torch.get_num_threads())
         else:
             # ops of torch use its threads in any case
             step()

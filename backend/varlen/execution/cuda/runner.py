@@ -34,8 +34,8 @@ from varlen.memory.arena import Arena, Region
 from varlen.memory.device_copies import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import PackedBatch, Program, Value
+from varlen.scheduling.batch import MAX_STEPS
 from varlen.scheduling.device_plan import Chosen
-from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
@@ -396,7 +396,7 @@ class CudaSteps(_GraphRunner):
             # enough for any searches
             [self._chosen, SearchResults.numbers(rows, rows, device)],
             sorted(decode_steps.union(self._buckets), reverse=True),
-            slots=MAX_IN_FLIGHT,
+            slots=MAX_STEPS,
         )
         self._next_buffers = cycle(self._buffers)
 

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from varlen.config import EngineConfig
 from varlen.errors import EngineError, VarlenError
-from varlen.execution.executor import CoreShare, SkippedStepError
+from varlen.execution.executor import SkippedStepError
+from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import (
     MAX_MESSAGE,
     Answers,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from varlen import errors
 from varlen.config import Device, EngineConfig
 from varlen.errors import EngineError, ModelFaultError, VarlenError
-from varlen.execution.executor import CoreShare
 from varlen.execution.model_info import ModelInfo
+from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import receive_control, send_control
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import start_module

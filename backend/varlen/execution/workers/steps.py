@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch
 from varlen.config import EngineConfig
 from varlen.execution.cpu.runner import map_logits
 from varlen.execution.device import check_ranks, choose_device
-from varlen.execution.executor import StepLauncher, StepModel
+from varlen.execution.executor import Launcher, StepLauncher
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.packing import PackedStep, pack_step, tokens_of_rows
 from varlen.execution.runner import Runner
@@ -30,7 +31,7 @@ from varlen.memory.arena import memory_errors
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
-from varlen.scheduling.batch import Batch
+from varlen.scheduling.batch import MAX_STEPS, Batch
 from varlen.scheduling.device_plan import (
     BeamStep,
     Chosen,
@@ -38,13 +39,32 @@ from varlen.scheduling.device_plan import (
     DevicePlan,
     SampledToken,
 )
-from varlen.scheduling.iteration.iteration import MAX_IN_FLIGHT
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 # Bytes of a step that is sent while another one runs: far below what a socket holds, which would have to wait.
 _QUEUED_BYTES = 1 << 16
 # Restarts that are allowed, and the seconds in which they are counted.
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
+
+
+class StepModel(Launcher, Protocol):
+    """A loaded model that generates.
+
+    Attributes:
+        graph_use: cost of its CUDA graphs.
+    """
+
+    graph_use: GraphUse
+
+    @property
+    def info(self) -> ModelInfo:
+        """Model facts for the engine."""
+
+    def use(self) -> MemoryUse:
+        """Return the memory use. From any thread."""
+
+    def close(self) -> None:
+        """Release memory and end processes. Nothing may run."""
 
 
 def load_step_model(
@@ -117,7 +137,7 @@ class ProcessSteps:
         stages = host.config.pipeline_parallel
         # whether steps in flight have different sequences, as in a pipeline
         self._runs_apart = stages > 1
-        self.slots = stages if self._runs_apart else MAX_IN_FLIGHT
+        self.slots = stages if self._runs_apart else MAX_STEPS
         # slots of logits in the process, and the slot of the last step
         self._slots, self._slot = stages, 0
         self._launcher = StepLauncher(self, chooser, runs_apart=self._runs_apart)
@@ -154,7 +174,7 @@ class ProcessSteps:
         return self._launcher.launch(batch)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the process has run the first step in flight; see `WaitingLauncher.wait`."""
+        """Wait until the process has run the first step in flight; see `Launcher.wait`."""
         # without a limit, the outputs wait, and find out whether the process hangs
         if timeout is None or not self._launcher.awaits_device:
             return True

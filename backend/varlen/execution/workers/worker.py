@@ -98,7 +98,7 @@ class WorkerConnection:
             self._connection.close()
             raise
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait for the next answers; return False after this many seconds."""
         try:
             return self._connection.poll(timeout)
@@ -237,10 +237,6 @@ class WorkerProcess:
         """Id of the process."""
         return self._worker.pid
 
-    def run_batch(self, batch: Batch) -> Sequence[Array]:
-        """Return the answer of each sequence of a batch; see `Runner.run`."""
-        return self.launch_batch(batch)()
-
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Array]]:
         """Send a batch; return a function that waits for its answers; see `launch`."""
         return self.launch(batch_message(batch.prompts, batch.options), seconds=batch.seconds)
@@ -264,7 +260,7 @@ class WorkerProcess:
             self._in_flight.append(sent)
         return partial(self._answers, sent)
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait for the next answers; return False after this many seconds."""
         return self._worker.wait(timeout)
 

@@ -13,14 +13,12 @@ from typing import Protocol
 from varlen.config import EngineConfig
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import (
-    BatchRunner,
-    CoreShare,
     Launcher,
     ModelExecutor,
     OverlappingExecutor,
-    ThreadExecutor,
 )
 from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.thread_executor import CoreShare, ThreadExecutor
 from varlen.execution.workers.process import ModelProcess, excludes_gpu
 from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.memory_use import MemoryUse
@@ -28,7 +26,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 
-class Worker(BatchRunner, Protocol):
+class Worker(Launcher, Protocol):
     """A runner whose memory use can be read."""
 
     def use(self) -> MemoryUse:

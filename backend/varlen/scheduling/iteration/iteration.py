@@ -38,6 +38,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, islice
 from typing import cast
 
@@ -49,6 +50,7 @@ from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import (
+    MAX_STEPS,
     Batch,
     BatchResult,
     Chunk,
@@ -94,10 +96,6 @@ class GenerationCounts:
         return self.memory_preemptions + self.order_preemptions
 
 
-# Steps in flight without a pipeline: one runs, and the next one is ready.
-MAX_IN_FLIGHT = 2
-
-
 @dataclass(slots=True, eq=False)
 class StepInFlight:
     """A step in flight.
@@ -140,6 +138,13 @@ class StepInFlight:
 
 
 _log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=16)
+def _shape_of(*lengths: int) -> BatchShape:
+    """Return the shape of a step; most steps have the lengths of one before."""
+    return BatchShape.of(lengths)
+
 
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
@@ -186,7 +191,7 @@ class IterationScheduler:
         self._step_numbers = count()
         self._is_pipeline = limits.stages > 1
         self._step_latency_seconds = limits.step_latency_seconds
-        self._max_in_flight = limits.stages if self._is_pipeline else MAX_IN_FLIGHT
+        self._max_in_flight = limits.stages if self._is_pipeline else MAX_STEPS
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
@@ -392,7 +397,7 @@ class IterationScheduler:
         for chunk in chunks:
             lengths += [1] * chunk.beams or [len(chunk.token_ids)]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
-        shape = BatchShape.of(lengths + sources)
+        shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple(chunk.sequence for chunk in chunks)
         seconds = self._cost.seconds(1, shape.tokens)

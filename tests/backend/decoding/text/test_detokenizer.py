@@ -12,7 +12,7 @@ from tests.backend.decoding.text.small_tokenizers import (
     byte_level,
     metaspace,
 )
-from varlen.decoding.text.detokenizer import Detokenizer
+from varlen.decoding.text.writer import Detokenizer
 
 
 def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):

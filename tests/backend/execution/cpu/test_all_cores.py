@@ -10,12 +10,12 @@ from tests.checkpoints import SMALL_ENCODERS, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.cpu import all_cores
-from varlen.execution.cpu.all_cores import AllCores, LoneCores, token_bounds
+from varlen.execution.cpu.all_cores import AllCores, token_bounds
 from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.execution.cpu.runner import CpuRunner
-from varlen.execution.executor import CoreShare
 from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
+from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Op, Program, Value

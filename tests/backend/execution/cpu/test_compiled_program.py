@@ -71,6 +71,17 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(small_bert):
     assert torch.equal(run(runner, alone, executor=compiled), together[:30])
 
 
+def test_each_run_has_its_own_sizes_and_cores(small_bert):
+    runner = runner_of(small_bert)
+    compiled = compile_program(runner.program, cpu)
+    batches = [batch_of(runner.program, lengths) for lengths in ([30, 11], [41], [5])]
+
+    for batch, cores in [(0, 1), (0, 1), (1, 1), (1, 2), (0, 2), (2, 1), (0, 1)]:
+        actual = run(runner, batches[batch], cores, compiled)
+        fresh = compile_program(runner.program, cpu)
+        assert torch.equal(actual, run(runner, batches[batch], executor=fresh))
+
+
 @pytest.mark.parametrize("task", ["embed", "hidden"])
 def test_ops_without_a_compiled_form_run_between(small_bert, task):
     runner = runner_of(small_bert, task)

@@ -20,9 +20,9 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import CHECKS, TimedExecutor
-from varlen.execution.executor import ThreadExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
+from varlen.execution.thread_executor import ThreadExecutor
 from varlen.execution.workers.workers import Workers
 from varlen.memory.arena import Arena, Layout
 from varlen.request.request import Request
@@ -149,6 +149,9 @@ class HungRunner:
 
     def __init__(self):
         self.running, self.end = Event(), Event()
+
+    def launch_batch(self, batch):
+        return lambda: self.run_batch(batch)
 
     def run_batch(self, batch):
         self.running.set()
