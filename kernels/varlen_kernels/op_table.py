@@ -489,6 +489,7 @@ _ROWS = (
         lambda a: [((a["x"].shape[0], a["size"] * a["x"].shape[1]), a["x"].dtype)],
     ),
     Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)]),
+    Op(reference.add, _like("x"), in_place=(0,)),
     Op(reference.concat, _joined),
     Op(reference.normalize_rows, _like("x")),
     Op(reference.term_weights, _term_weights, "fused", results="out scratch"),

@@ -6,12 +6,21 @@ They follow pooling where a vector is more than one pooled row.
 import torch
 from torch import Tensor
 
-__all__ = ["concat", "normalize_rows"]
+__all__ = ["add", "concat", "normalize_rows"]
 
 # Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
 NORM_FLOOR = 1e-12
 # The squares of a vector with a larger feature may overflow fp32. A power of two scales it first, which rounds nothing.
 HUGE, SCALE_OF_HUGE = 2.0**50, 2.0**-80
+
+
+def add(x: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return x + residual, `[rows, features]`.
+
+    Args:
+        x, residual: `[rows, features]`, of one dtype.
+    """
+    return torch.add(x, residual, out=out)
 
 
 def concat(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ def arguments(dtype):
     """Return arguments for each op that a GPU runs in torch."""
     x = torch.empty(7, 12, dtype=dtype, device="meta")
     return {
+        "add": (x, torch.empty_like(x)),
         "concat": (x, torch.empty(7, 5, dtype=dtype, device="meta")),
         "normalize_rows": (x, torch.empty(7, dtype=torch.bool, device="meta")),
         "linear": (x, torch.empty(12, 5, dtype=dtype, device="meta"), x.new_empty(5)),

@@ -11,6 +11,19 @@ from .float64 import bounds_of, rand
 SHAPES = [(0, 5, 3), (1, 1, 1), (7, 100, 63), (3, 384, 1023)]
 
 
+@pytest.mark.parametrize("rows, features, _", SHAPES, ids=str)
+@pytest.mark.parametrize("out", ["fresh", "out", "in place"])
+def test_a_residual_is_added(rows, features, _, out):
+    x, residual = rand(rows, features), rand(rows, features, seed=1)
+    expected = (x.double() + residual.double()).float()
+    into = {"fresh": None, "out": torch.full_like(x, torch.nan), "in place": x}[out]
+
+    actual = reference.add(x, residual, out=into)
+
+    assert torch.equal(actual, expected)
+    assert into is None or actual is into
+
+
 @pytest.mark.parametrize("rows, left, right", SHAPES, ids=str)
 @pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
 def test_concat_puts_features_side_by_side(rows, left, right, has_out):

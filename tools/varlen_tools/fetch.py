@@ -323,8 +323,13 @@ def _asking_hub(model: str) -> Iterator[None]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether the folders of a checkpoint and of its Dense modules have safetensors."""
-    modules = [folder / name for name in _module_folders(folder) if "Dense" in name]
+    """Return whether the folders of a checkpoint and of its layers of vectors have safetensors."""
+    kinds = "Dense", "LayerNorm"
+    modules = [
+        folder / name
+        for name in _module_folders(folder)
+        if any(kind in name for kind in kinds)
+    ]
     return all(any(each.glob("*.safetensors")) for each in (folder, *modules))
 
 

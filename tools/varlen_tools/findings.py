@@ -199,7 +199,7 @@ def _vector_steps(checkpoint: Checkpoint) -> Iterator[str]:
         default = " (no modules.json)" if is_default else ""
         yield f"{' + '.join(checkpoint.pooling)} pooling{default}"
     for layer in checkpoint.dense:
-        yield f"dense {layer.in_features} to {layer.out_features}, {layer.activation}"
+        yield layer.shown
     if checkpoint.normalize:
         yield "normalized"
 

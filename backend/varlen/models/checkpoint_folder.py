@@ -49,7 +49,7 @@ from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_tokenizer_settings
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
-from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
+from varlen.models.checkpoint.vector_layers import VectorConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.registry import family_of, first_name, text_part
 from varlen.request.row_parameters import TruncationSide
@@ -114,7 +114,7 @@ class Checkpoint:
     architecture: str
     task: Task
     pooling: tuple[Pooling, ...]
-    dense: tuple[DenseConfig, ...]
+    dense: tuple[VectorConfig, ...]
     normalize: bool
     prompts: Mapping[str, str]
     default_prompt: str
@@ -257,7 +257,7 @@ class Checkpoint:
             return self.dense[-1].out_features
         return len(self.pooling) * self.hidden_size
 
-    def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
+    def vector_layers(self, task: Task) -> tuple[VectorConfig, ...]:
         """Return the layers that a task applies to pooled vectors."""
         return self.dense if TASKS[task].width == "embedding" else ()
 

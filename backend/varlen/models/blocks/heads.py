@@ -149,9 +149,5 @@ def _record_vector(
 def _record_layers(ops: Recorder, x: Value, layers: Sequence[VectorLayer]) -> Value:
     """Record the layers of vectors in fp32."""
     for layer in layers:
-        x = layer.linear.record(ops, x)
-        if layer.activation == "tanh":
-            x = ops.tanh(x)
-        elif layer.activation != "identity":
-            x = ops.activate(x, kind=layer.activation)
+        x = layer.record(ops, x)
     return x

@@ -34,19 +34,20 @@ from varlen.models.checkpoint.late_interaction import (
 )
 from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
 from varlen.models.checkpoint.sparse import SpladeConfig, read_splade
-from varlen.models.checkpoint.vector_layers import DenseConfig, read_dense
+from varlen.models.checkpoint.vector_layers import VectorConfig, read_dense, read_norm
 from varlen_kernels import Pooling
 
 _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
-    *("Transformer", "Pooling", "Dense", "Normalize"),
+    *("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"),
     *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask", "StaticEmbedding"),
 )
-# Dense may come several times, or not at all.
+# The layers of vectors, of which there may be any number.
+_LAYERS = {"Dense": read_dense, "LayerNorm": read_norm}
 _ORDER = re.compile(
-    r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+    r"Transformer(,Pooling(,Dense|,LayerNorm)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
     r"|StaticEmbedding(,Normalize)?"
 )
 # Modules of models with a vector per token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
@@ -110,7 +111,7 @@ class SentenceSettings:
 
     pooling: tuple[Pooling, ...] = ("mean",)
     has_pooling: bool = False
-    dense: tuple[DenseConfig, ...] = ()
+    dense: tuple[VectorConfig, ...] = ()
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
@@ -161,7 +162,7 @@ def read_sentence_settings(
     return SentenceSettings(
         pooling=modes,
         has_pooling="Pooling" in paths,
-        dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
+        dense=tuple(_LAYERS[kind](folder, path) for kind, path in modules if kind in _LAYERS),
         normalize="Normalize" in paths,
         prompts=prompts,
         default_prompt=prompt,
@@ -226,8 +227,8 @@ def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str
         _check_late_order(kinds, with_mask=not is_pylate(model))
     elif kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
-            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
-            " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
+            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, LayerNorm,"
+            " Normalize, in this order, each once, Dense and LayerNorm any number of times in any order; or Transformer, SpladePooling; or Transformer, LogitScore"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0] and kinds[0] != "StaticEmbedding":

@@ -1,7 +1,10 @@
-"""Dense modules of sentence-transformers: linear layers between pooling and normalization, or of tokens.
+"""Layers between pooling and normalization, or of tokens: the modules Dense and LayerNorm.
 
-Each has a folder of its own with config.json and model.safetensors. They run in fp32, like pooled vectors.
+Each has a folder of its own with config.json and model.safetensors. They run in fp32, like pooled vectors. Source:
+base/modules/dense.py and sentence_transformer/modules/layer_norm.py of sentence-transformers.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +25,9 @@ from varlen_kernels import Activation
 if TYPE_CHECKING:
     import torch
 
-    from varlen.models.checkpoint.layers import Linear
+    from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
 
 VectorActivation: TypeAlias = Activation | Literal["tanh", "identity"]
 # By the last part of a class name in torch.
@@ -35,7 +40,9 @@ _ACTIVATIONS: Mapping[str, VectorActivation] = {
 }
 # What sentence-transformers takes where the file names none.
 _DEFAULT_ACTIVATION = "torch.nn.modules.activation.Tanh"
-_KNOWN = ("in_features", "out_features", "bias", "activation_function")
+_KNOWN = ("in_features", "out_features", "bias", "activation_function", "use_residual")
+# What torch.nn.LayerNorm adds to a variance; no file names another one.
+_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class DenseConfig:
     Attributes:
         path: path of its folder, relative to the checkpoint.
         in_features, out_features, bias: widths and bias of its linear layer.
+        has_residual: whether its input is added to its output, by a linear layer where they differ in width.
     """
 
     path: str
@@ -52,20 +60,130 @@ class DenseConfig:
     out_features: int
     bias: bool
     activation: VectorActivation
+    has_residual: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of its tensors by name."""
-        weight = {"linear.weight": (self.out_features, self.in_features)}
-        return weight | ({"linear.bias": (self.out_features,)} if self.bias else {})
+        size = self.out_features, self.in_features
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": size}
+        if self.bias:
+            shapes["linear.bias"] = (self.out_features,)
+        if self.projects_residual:
+            shapes["residual.weight"] = size
+        return shapes
+
+    @property
+    def projects_residual(self) -> bool:
+        """Whether a linear layer gives the residual the width of the output."""
+        return self.has_residual and self.in_features != self.out_features
+
+    @property
+    def shown(self) -> str:
+        """What it does, for a person."""
+        residual = ", residual" if self.has_residual else ""
+        return f"dense {self.in_features} to {self.out_features}, {self.activation}{residual}"
+
+    def load(self, read: LayerReader) -> DenseLayer:
+        """Return it with its tensors."""
+        size = self.in_features, [self.out_features]
+        projects = self.projects_residual
+        return DenseLayer(
+            read.linear(["linear"], *size, bias=self.bias),
+            self.activation,
+            self.has_residual,
+            read.linear(["residual"], *size, bias=False) if projects else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class VectorLayer:
-    """A loaded Dense module."""
+class NormConfig:
+    """Settings of one LayerNorm module.
 
-    linear: "Linear"
+    Attributes:
+        path: path of its folder, relative to the checkpoint.
+        in_features: features of a vector.
+    """
+
+    path: str
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        """Features of a vector behind it."""
+        return self.in_features
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors by name."""
+        return {name: (self.in_features,) for name in ("norm.weight", "norm.bias")}
+
+    @property
+    def shown(self) -> str:
+        """What it does, for a person."""
+        return "layer norm"
+
+    def load(self, read: LayerReader) -> NormLayer:
+        """Return it with its tensors."""
+        return NormLayer(read.norm("norm", self.in_features))
+
+
+VectorConfig: TypeAlias = DenseConfig | NormConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A loaded Dense module.
+
+    Attributes:
+        projection: makes the residual of its input; None where that is its input.
+    """
+
+    linear: Linear
     activation: VectorActivation
+    has_residual: bool
+    projection: Linear | None
+
+    def record(self, ops: Recorder, x: Value) -> Value:
+        """Record activation(x @ weight + bias), plus its residual, `[rows, out]` fp32."""
+        y = self.linear.record(ops, x)
+        if self.activation == "tanh":
+            y = ops.tanh(y)
+        elif self.activation != "identity":
+            y = ops.activate(y, kind=self.activation)
+        if not self.has_residual:
+            return y
+        residual = x if self.projection is None else self.projection.record(ops, x)
+        return ops.record("add", y, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class NormLayer:
+    """A loaded LayerNorm module."""
+
+    norm: Norm
+
+    def record(self, ops: Recorder, x: Value) -> Value:
+        """Record the norm of each row, `[rows, features]` fp32."""
+        return ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=_NORM_EPS)
+
+
+VectorLayer: TypeAlias = DenseLayer | NormLayer
+
+
+def read_norm(folder: Path, path: str) -> NormConfig:
+    """Return the settings of a LayerNorm module of a checkpoint folder.
+
+    Args:
+        path: path of the module's folder, relative to the checkpoint.
+
+    Raises:
+        CheckpointError: its file is damaged, or asks for something that is not served.
+    """
+    name = f"{path}/config.json"
+    config = read_object(folder, name)
+    check_fields(config, name, known=("dimension",), fixed={})
+    return NormConfig(path, read_int(config, "dimension", name=name))
 
 
 def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> DenseConfig:
@@ -80,7 +198,7 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     """
     name = f"{path}/config.json"
     config = read_object(folder, name)
-    fixed = {"module_input_name": of, "module_output_name": of, "use_residual": False}
+    fixed = dict.fromkeys(("module_input_name", "module_output_name"), of)
     check_fields(config, name, known=_KNOWN, fixed=fixed)
     activation = config.get("activation_function", _DEFAULT_ACTIVATION)
     kind = str(activation).rpartition(".")[-1]
@@ -94,10 +212,11 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
         read_int(config, "out_features", name=name),
         read_flag(config, "bias", default=True, name=name),
         _ACTIVATIONS[kind],
+        read_flag(config, "use_residual", default=False, name=name),
     )
 
 
-def check_widths(layers: Sequence[DenseConfig], features: int) -> None:
+def check_widths(layers: Sequence[VectorConfig], features: int) -> None:
     """Raise CheckpointError unless each layer reads as many features as it gets.
 
     Args:
@@ -105,14 +224,15 @@ def check_widths(layers: Sequence[DenseConfig], features: int) -> None:
     """
     for layer in layers:
         if layer.in_features != features:
+            name = "in_features" if isinstance(layer, DenseConfig) else "dimension"
             raise CheckpointError(
-                f"{layer.path}/config.json has in_features {layer.in_features}; allowed: {features},"
+                f"{layer.path}/config.json has {name} {layer.in_features}; allowed: {features},"
                 " the features of the vector in front of it"
             )
         features = layer.out_features
 
 
-def check_layers(folder: Path, layers: Sequence[DenseConfig]) -> None:
+def check_layers(folder: Path, layers: Sequence[VectorConfig]) -> None:
     """Raise CheckpointError unless the files of all layers have their tensors, and no others."""
     for layer in layers:
         headers = read_headers(folder / layer.path)
@@ -120,7 +240,7 @@ def check_layers(folder: Path, layers: Sequence[DenseConfig]) -> None:
 
 
 def load_layers(
-    folder: Path, layers: Sequence[DenseConfig], device: "torch.device"
+    folder: Path, layers: Sequence[VectorConfig], device: torch.device
 ) -> tuple[VectorLayer, ...]:
     """Return the layers on a device, in fp32.
 
@@ -131,12 +251,8 @@ def load_layers(
 
     from varlen.models.checkpoint.layers import LayerReader
 
-    loaded = []
+    loaded: list[VectorLayer] = []
     for layer in layers:
         with CheckpointWeights(folder / layer.path) as weights:
-            read = LayerReader(weights, torch.float32, device)
-            linear = read.linear(
-                ["linear"], layer.in_features, [layer.out_features], bias=layer.bias
-            )
-        loaded.append(VectorLayer(linear, layer.activation))
+            loaded.append(layer.load(LayerReader(weights, torch.float32, device)))
     return tuple(loaded)

@@ -164,7 +164,8 @@ def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
             ["Transformer", "Pooling", "Normalize", "Dense"],
             "has the modules Transformer, Pooling, Normalize, Dense; allowed",
         ),
-        (["Transformer", "LayerNorm"], 'has a module "LayerNorm"; allowed: Transformer, Pooling'),
+        (["Transformer", "LayerNorm"], "has the modules Transformer, LayerNorm; allowed"),
+        (["Transformer", "CNN"], 'has a module "CNN"; allowed: Transformer, Pooling, Dense, Layer'),
     ],
 )
 def test_refuses_modules_in_another_order(saved, kinds, message):

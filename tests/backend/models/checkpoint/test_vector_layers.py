@@ -1,4 +1,4 @@
-"""Dense modules, several poolings and prompts give the vectors of sentence-transformers."""
+"""Dense and LayerNorm modules, several poolings and prompts give the vectors of sentence-transformers."""
 
 import json
 
@@ -30,12 +30,20 @@ def save(folder, target, *, pooling="mean", dense=(), normalize=True, prompts=No
     stack = [transformer, modules.Pooling(transformer.get_embedding_dimension(), pooling)]
     for options in dense:
         features = stack[-1].get_embedding_dimension()
-        stack.append(Dense(features, **options))
+        stack.append(norm_of(features) if options == "norm" else Dense(features, **options))
     if normalize:
         stack.append(Normalize())
     made = SentenceTransformer(modules=stack, device="cpu", prompts=prompts)
     made.save_pretrained(str(target))
     return SentenceTransformer(str(target), device="cpu")
+
+
+def norm_of(features):
+    """Return a LayerNorm whose weights are not those of a new one."""
+    layer = modules.LayerNorm(features)
+    torch.nn.init.normal_(layer.norm.weight)
+    torch.nn.init.normal_(layer.norm.bias)
+    return layer
 
 
 @pytest.fixture
@@ -60,6 +68,17 @@ def saved(small_bert, tmp_path):
             "mean",
             [{"out_features": 40, "activation_function": torch.nn.ReLU()}, {"out_features": 7}],
         ),
+        # a residual of another width has a layer of its own
+        ("cls", [{"out_features": 24, "use_residual": True}]),
+        (
+            ("mean", "max"),
+            [
+                {"out_features": 10, "use_residual": True},
+                {"out_features": 10, "use_residual": True, "activation_function": torch.nn.GELU()},
+            ],
+        ),
+        ("mean", ["norm"]),
+        ("cls", ["norm", {"out_features": 9, "use_residual": True}, "norm"]),
     ],
     ids=str,
 )
@@ -104,10 +123,11 @@ def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
     ],
     ids=str,
 )
-def test_layers_stay_in_fp32_in_other_dtypes(saved, settings):
-    expected = SentenceTransformer(str(saved), device="cpu").encode(TEXTS)
+def test_layers_stay_in_fp32_in_other_dtypes(small_bert, tmp_path, settings):
+    layers = [{"out_features": 10, "use_residual": True}, "norm", {"out_features": 10}]
+    expected = save(small_bert, tmp_path / "saved", dense=layers).encode(TEXTS)
 
-    with Encoder.from_pretrained(saved, threads=1, **settings) as encoder:
+    with Encoder.from_pretrained(tmp_path / "saved", threads=1, **settings) as encoder:
         actual = encoder.embed(TEXTS)
 
     cosines = (actual * expected).sum(1) / np.linalg.norm(actual, axis=1)
@@ -147,7 +167,7 @@ def test_flags_of_pooling_are_concatenated_in_the_order_of_sentence_transformers
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"use_residual": True}, "has use_residual true; allowed: false"),
+        ({"use_residual": 1}, "has use_residual 1; allowed: true, false"),
         ({"module_input_name": "token_embeddings"}, 'has module_input_name "token_embeddings"'),
         ({"activation_function": "torch.nn.Softplus"}, "allowed: Identity, Tanh, GELU, ReLU, SiLU"),
         ({"in_features": 23}, "has in_features 23; allowed: 24, the features of the vector"),
@@ -161,6 +181,18 @@ def test_refuses_a_field_of_a_dense_module_that_is_not_served(saved, fields, mes
     with refused(message) as caught:
         Checkpoint.open(saved)
     assert str(caught.value).startswith(f"{DENSE} has")
+
+
+def test_refuses_a_norm_of_another_width_or_with_another_field(small_bert, tmp_path):
+    folder = tmp_path / "saved"
+    save(small_bert, folder, dense=["norm"])
+    for fields, message in (
+        ({"dimension": 23}, "2_LayerNorm/config.json has dimension 23; allowed: 24, the features"),
+        ({"dimension": 24, "eps": 1e-6}, '2_LayerNorm/config.json has the field "eps" (1e-06)'),
+    ):
+        set_fields(folder, "2_LayerNorm/config.json", **fields)
+        with refused(message):
+            Checkpoint.open(folder)
 
 
 def test_refuses_tensors_that_are_not_those_of_the_config(saved):
