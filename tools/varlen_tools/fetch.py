@@ -26,6 +26,7 @@ from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
+from varlen.models.checkpoint.router import folders_of_routes
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
@@ -326,9 +327,7 @@ def _has_weights(folder: Path) -> bool:
     """Return whether the folders of a checkpoint and of its layers of vectors have safetensors."""
     kinds = "Dense", "LayerNorm"
     modules = [
-        folder / name
-        for name in _module_folders(folder)
-        if any(kind in name for kind in kinds)
+        folder / name for name in _module_folders(folder) if any(kind in name for kind in kinds)
     ]
     return all(any(each.glob("*.safetensors")) for each in (folder, *modules))
 
@@ -406,6 +405,7 @@ def _module_folders(source: Path) -> list[str]:
     try:
         modules = read_json(source, "modules.json")
         names = [str(module["path"]) for module in modules if module["path"] not in ("", ".")]
+        names += [name for name in folders_of_routes(source) if name]
     except (CheckpointError, KeyError, TypeError):
         return []
     for name in names:

@@ -52,6 +52,7 @@ from varlen.request.request import (
     RequestOptions,
     Vectors,
 )
+from varlen.request.sparse_vectors import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -188,17 +189,11 @@ def active_terms(weights: Float32Array) -> Float32Array:
         weights: `[vocabulary]`, of each term; none is negative.
 
     Returns:
-        `[terms, 2]` fp32: the number of each term, which fp32 holds exactly up to 2**24, and its weight. Among
-        equal weights, the lower number comes first.
+        `[terms, 2]` fp32, see `terms_in_order`.
     """
     # numpy finds what is true ten times as fast as what is not 0
     terms = np.flatnonzero(weights != 0)
-    found = weights[terms]
-    order = np.argsort(-found, kind="stable")
-    rows: Float32Array = np.stack(
-        (terms[order], found[order]), axis=1, dtype=np.float32, casting="unsafe"
-    )
-    return rows
+    return terms_in_order(terms, weights[terms])
 
 
 def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:

@@ -280,7 +280,8 @@ class Intake:
             return
         longest = role.max_tokens or self.limits.max_sequence_tokens
         is_pair = any(isinstance(text, tuple) for text in texts)
-        shortest = max(1, self.tokenizer.num_special_tokens(is_pair=is_pair))
+        added = 0 if role.is_looked_up else self.tokenizer.num_special_tokens(is_pair=is_pair)
+        shortest = max(1, added)
         if not shortest <= max_tokens <= longest:
             refuse(
                 "truncate_prompt_tokens", max_tokens, f"whole numbers from {shortest} to {longest}"
@@ -312,6 +313,7 @@ class Intake:
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
         role = role or self.roles.default
+        special_tokens = special_tokens and not role.is_looked_up
         if role.prompt:
             texts = [role.prompt + text if isinstance(text, str) else text for text in texts]
         most = max_tokens or role.max_tokens or self.limits.max_sequence_tokens

@@ -6,15 +6,16 @@ differ in length and in the tokens that have vectors.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from varlen.errors import CheckpointError, ConfigError, RequestError, shorten
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.late_interaction import LateInteraction
+from varlen.models.checkpoint.router import Router
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Int32Array, Prompt, Vectors
+from varlen.request.request import Int32Array, Prompt, Terms, Vectors
 from varlen.request.row_parameters import InputType, TextPrefix
 from varlen.tasks import PROMPTED_TASKS, Task
 
@@ -71,6 +72,7 @@ class TextRole:
         max_tokens: longest sequence; None is the limit of the model.
         expansion: expansion of short texts.
         skipped: tokens without a vector, `[tokens]` int32.
+        is_looked_up: whether its texts are looked up by their tokens, without special ones.
     """
 
     prompt: str = ""
@@ -79,15 +81,19 @@ class TextRole:
     expansion: Expansion | None = None
     skipped: Int32Array | None = None
     instruction: str | None = None
+    is_looked_up: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether its texts become prompts as they are."""
         others = self.max_tokens, self.expansion, self.skipped
-        return not self.prompt and all(each is None for each in others)
+        has_others = self.is_looked_up or any(each is not None for each in others)
+        return not self.prompt and not has_others
 
     def place(self, tokens: Prompt) -> Prompt:
         """Return tokens with those that the role adds, and the places of its vectors."""
+        if self.is_looked_up:
+            return Prompt(tokens.token_ids, payload=Terms())
         expansion = self.expansion
         if expansion is None and self.skipped is None:
             return tokens
@@ -209,6 +215,8 @@ def roles_of(
     """
     if task not in PROMPTED_TASKS:
         return NO_ROLES
+    if task == "sparse_embed" and checkpoint.router is not None:
+        return _roles_of_routes(checkpoint, checkpoint.router, max_sequence_tokens)
     late = checkpoint.late
     if task != "token_embed" or late is None:
         counts = task == "embed" and not checkpoint.pools_prompt
@@ -241,6 +249,24 @@ def roles_of(
     )
     named["document"] = role(prompts.get("document", ""), late.document_length or longest)
     return TextRoles(named, role(checkpoint.default_prompt, longest))
+
+
+def _roles_of_routes(checkpoint: Checkpoint, router: Router, max_sequence_tokens: int) -> TextRoles:
+    """Return the roles of a model whose queries are looked up; texts of no role take its default route."""
+    longest = min(checkpoint.longest_query or max_sequence_tokens, max_sequence_tokens)
+    query = TextRole(max_tokens=longest, is_looked_up=True)
+    routes = {"query": query, "document": TextRole()}
+
+    def prompted(prompt: str) -> TextRole:
+        return replace(routes[router.default], prompt=prompt)
+
+    prompts, default = checkpoint.prompts, checkpoint.default_prompt
+    named = {name: prompted(prompt) for name, prompt in prompts.items()}
+    # as encode_query and encode_document choose a prompt
+    for name, others in (("query", ()), ("document", ("passage", "corpus"))):
+        own = next((prompts[each] for each in (name, *others) if each in prompts), default)
+        named[name] = replace(routes[name], prompt=own)
+    return TextRoles(named, prompted(default), prompted)
 
 
 def mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer, *, needed_by: str) -> int:

@@ -44,6 +44,7 @@ from varlen.models.checkpoint.logit_score import (
     find_logit_score,
 )
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
+from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
@@ -87,6 +88,8 @@ class Checkpoint:
         splade: settings of `sparse_embed` for a vector of terms.
         logit_score: settings of `rerank` for a score of two logits, if it answers in words.
         late: settings of `token_embed` for the tokens of texts, if its modules say so.
+        router: its routes, if queries of `sparse_embed` are looked up.
+        longest_query: longest query that is looked up, in tokens; None where no file has it.
         masked_lm: the head of a masked language model, None if it has none.
         extraction: settings of `extract`, if it is a model of GLiNER.
         vocab_size: token ids of texts are below this.
@@ -122,6 +125,8 @@ class Checkpoint:
     splade: SpladeConfig
     logit_score: LogitScore | None
     late: LateInteraction | None
+    router: Router | None
+    longest_query: int | None
     masked_lm: MaskedLMLayout | None
     extraction: ExtractionConfig | None
     hidden_size: int
@@ -162,9 +167,10 @@ class Checkpoint:
         folder = Path(folder)
         check_is_folder(folder)
         check_is_transformer(folder)
-        static, extraction = static_folder(folder), None
+        static, router, extraction = static_folder(folder), read_router(folder), None
+        body = static or (folder / router.transformer if router else folder)
         if static is None:
-            given, extraction = _read_given(folder)
+            given, extraction = _read_given(body)
             config, ignored = _read_config(given, ignore_config_fields)
         else:
             config, ignored = static_config(static), IgnoredFields((), ())
@@ -175,16 +181,24 @@ class Checkpoint:
             folder,
             pooling=family.read_pooling(config) or _default_pooling(architecture),
             transformer=family.own_transformer,
+            router=router,
         )
         if static is not None and not has_file(folder, "modules.json"):
             sentence = replace(sentence, normalize=config["normalize"])
         tokenizer = read_tokenizer_settings(
-            static or folder,
+            body,
             family,
             config,
             lowercase=sentence.lowercase,
             reads_config=static is None,
         )
+        longest_query = None
+        if router is not None:
+            of_queries = read_tokenizer_settings(
+                folder / router.queries, family, config, lowercase=False
+            )
+            router.check_tokenizers(folder, of_queries, tokenizer)
+            longest_query = of_queries.max_length
         if sentence.logit_score is None:
             template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
             found = find_logit_score(folder, rerank_form, architecture, template)
@@ -207,7 +221,7 @@ class Checkpoint:
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
             folder=folder,
-            weights_folder=static or folder,
+            weights_folder=body,
             config=config,
             ignored=ignored,
             adapter=read_adapter(config, adapter),
@@ -222,6 +236,8 @@ class Checkpoint:
             splade=sentence.splade or SpladeConfig(),
             logit_score=sentence.logit_score,
             late=late,
+            router=router,
+            longest_query=longest_query,
             masked_lm=_masked_lm(config, family, architecture),
             extraction=extraction,
             vocab_size=read_int(config, "vocab_size"),
@@ -363,6 +379,8 @@ class Checkpoint:
             assert self.masked_lm is not None
             load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
         check_layers(self.folder, self.vector_layers(task))
+        if self.router is not None and task == "sparse_embed":
+            self.router.check_table(self.folder, self.vocab_size)
 
     def _check_late(self, task: Task, family: Family[object]) -> None:
         """Raise CheckpointError unless a vector for each token is what the task needs."""

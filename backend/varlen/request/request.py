@@ -54,12 +54,16 @@ class Words(Payload):
     """
 
 
+class Terms(Payload):
+    """The prompt is no sequence of a model: its tokens are looked up by `sparse_embed`."""
+
+
 class Source(Payload):
     """The ids of the text that `translate` reads; its prompt is how each answer begins."""
 
 
 # Worker processes send the index of a payload's type in this tuple.
-PAYLOADS = (Payload, Masks, Vectors, Unpooled, Words, Source)
+PAYLOADS = (Payload, Masks, Vectors, Unpooled, Words, Terms, Source)
 _NOTHING = Payload()
 
 

@@ -16,11 +16,27 @@ class SparseVector:
 
     Attributes:
         indices: `[terms]` int32, numbers of terms: token ids.
-        values: `[terms]` fp32, their weights, all positive.
+        values: `[terms]` fp32, their weights: positive, or as a table of queries has them.
     """
 
     indices: Int32Array
     values: Float32Array
+
+
+def terms_in_order(terms: npt.NDArray[np.integer[Any]], weights: Float32Array) -> Float32Array:
+    """Return the row of the engine for terms, the largest weight first, `[terms, 2]` fp32.
+
+    fp32 holds the number of a term exactly up to 2**24. Among equal weights, the lower number comes first.
+
+    Args:
+        terms: `[terms]`, their numbers, ascending.
+        weights: `[terms]`; a negative one is as large as without its sign.
+    """
+    order = np.argsort(-np.abs(weights), kind="stable")
+    rows: Float32Array = np.stack(
+        (terms[order], weights[order]), axis=1, dtype=np.float32, casting="unsafe"
+    )
+    return rows
 
 
 def sparse_vector(row: Float32Array, max_active_dims: int | None = None) -> SparseVector:

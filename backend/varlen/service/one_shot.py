@@ -28,6 +28,7 @@ from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
 from varlen.service.sandbox import template_sandbox
 from varlen.service.service import MEGABYTE, Service, log_notes
+from varlen.service.term_lookup import TermLookup
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
@@ -38,13 +39,14 @@ _log = logging.getLogger(__name__)
 class EncoderParts:
     """A model of one step: a `Kind`.
 
-    Its response cache, if it is on, is in front of the engine.
+    Its response cache, if it is on, is in front of the engine; queries that are looked up reach neither.
     """
 
     workers: Workers
     info: ModelInfo
     engine: Engine
     cache: ResponseCache | None
+    lookup: TermLookup | None = None
 
     @classmethod
     def load(
@@ -96,13 +98,18 @@ class EncoderParts:
         )
         scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
         engine = Engine(scheduler, executor, stats, is_padded=info.is_padded)
-        model = cls(workers, info, engine, _response_cache(config, engine, info))
+        lookup = TermLookup.of(checkpoint, info.task)
+        model = cls(workers, info, engine, _response_cache(config, engine, info), lookup)
         return Service(checkpoint, info.task, intake, admission, engine, executor, sandbox, model)
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or later; see `Kind`."""
-        # an answer from the cache would hide that the model does not run
-        cache = None if request.options.probe else self.cache
+        # an answer from elsewhere would hide that the model does not run
+        is_probe = request.options.probe
+        if self.lookup is not None and not is_probe and self.lookup.answers(request):
+            self.lookup.answer(request, reply)
+            return
+        cache = None if is_probe else self.cache
         (cache or self.engine).submit(request, reply)
 
     def metrics(self) -> MetricsSnapshot:

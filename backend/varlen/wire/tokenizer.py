@@ -164,6 +164,7 @@ def _token_objects(
     first_row: int = 0,
 ) -> list[bytes]:
     """Return the JSON object of the tokens of each text, or raise RequestError."""
+    special_tokens = special_tokens and not role.is_looked_up
     if given.add_special_tokens is not None:
         special_tokens = given.add_special_tokens
     most = role.max_tokens or intake.limits.max_sequence_tokens

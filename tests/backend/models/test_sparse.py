@@ -173,7 +173,8 @@ def test_a_named_prompt_gives_the_vectors_of_sentence_transformers(small_masked_
 @pytest.mark.parametrize(
     "kinds, message",
     [
-        (["Router"], 'has a module "Router"; allowed'),
+        (["Router"], "has no router_config.json"),
+        (["Transformer", "Router"], 'has a module "Router"; allowed'),
         (["SparseStaticEmbedding"], 'has a module "SparseStaticEmbedding"; allowed'),
         (["Transformer", "Pooling", "SparseAutoEncoder"], 'a module "SparseAutoEncoder"; allowed'),
         (["Transformer", "SpladePooling", "Normalize"], "or Transformer, SpladePooling"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.files import has_file, read_bytes
+from varlen.models.checkpoint.files import has_file, locate, read_bytes
 from varlen_kernels import Activation
 
 Json: TypeAlias = dict[str, Any]
@@ -73,6 +73,21 @@ def read_json(folder: Path, name: str) -> Any:
         return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}") from None
+
+
+def peek_json(folder: Path, name: str) -> Any:
+    """Return the content of a JSON file; None without one, or if it is damaged, which whoever needs it says.
+
+    Raises:
+        CheckpointError: it is no file of the folder; see `locate`.
+    """
+    if not has_file(folder, name):
+        return None
+    locate(folder, name)
+    try:
+        return read_json(folder, name)
+    except CheckpointError:
+        return None
 
 
 def read_int(

@@ -1,14 +1,14 @@
 """Folders that look like a checkpoint and cannot be served, such as adapters of peft."""
 
 from pathlib import Path
-from typing import Any
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import read_json, show
+from varlen.models.checkpoint.config_file import peek_json, show
 from varlen.models.checkpoint.extraction import config_name
-from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.folder_forms import check_form, names_in
 from varlen.models.checkpoint.incomplete_files import check_no_pointers
+from varlen.models.checkpoint.router import has_router
 from varlen.models.checkpoint.static_files import static_folder
 from varlen.models.checkpoint.weights import INDEX, SINGLE
 
@@ -20,7 +20,7 @@ def check_is_transformer(folder: Path) -> None:
     """
     check_no_pointers(folder)
     check_form(folder, names_in(folder))
-    adapter = _read(folder, "adapter_config.json")
+    adapter = peek_json(folder, "adapter_config.json")
     if isinstance(adapter, dict) and not _has_model(folder):
         base = show(adapter.get("base_model_name_or_path"))
         raise CheckpointError(
@@ -30,22 +30,11 @@ def check_is_transformer(folder: Path) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder looks like a checkpoint; static embeddings may have no config.json."""
-    return has_file(folder, config_name(folder)) or static_folder(folder) is not None
+    """Return whether a folder looks like a checkpoint; static embeddings and routes may have no config.json."""
+    is_other = has_router(folder) or static_folder(folder) is not None
+    return is_other or has_file(folder, config_name(folder))
 
 
 def _has_model(folder: Path) -> bool:
     has_weights = has_file(folder, SINGLE) or has_file(folder, INDEX)
     return has_weights and has_file(folder, "config.json")
-
-
-def _read(folder: Path, name: str) -> Any:
-    """Return the content of a JSON file; None without one, or if it is damaged."""
-    if not has_file(folder, name):
-        return None
-    locate(folder, name)
-    try:
-        return read_json(folder, name)
-    except CheckpointError:
-        # whoever needs it says so
-        return None

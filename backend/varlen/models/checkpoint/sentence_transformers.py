@@ -33,6 +33,7 @@ from varlen.models.checkpoint.late_interaction import (
     read_pylate,
 )
 from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
+from varlen.models.checkpoint.router import Router
 from varlen.models.checkpoint.sparse import SpladeConfig, read_splade
 from varlen.models.checkpoint.vector_layers import VectorConfig, read_dense, read_norm
 from varlen_kernels import Pooling
@@ -125,25 +126,33 @@ class SentenceSettings:
 
 
 def read_sentence_settings(
-    folder: Path, *, pooling: Pooling = "mean", transformer: str = ""
+    folder: Path,
+    *,
+    pooling: Pooling = "mean",
+    transformer: str = "",
+    router: Router | None = None,
 ) -> SentenceSettings:
     """Return the settings in a checkpoint folder; defaults where files are absent.
 
     Args:
         pooling: default pooling, if no file names one.
         transformer: a module of the checkpoint that stands for Transformer.
+        router: routes of the checkpoint; the settings are those of documents.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
     """
     model = read_optional_object(folder, _MODEL_CONFIG)
-    modules = _modules(folder, model, transformer)
+    modules = list(router.documents) if router else _modules(folder, model, transformer)
     if is_late_interaction(model):
         return _late_settings(folder, modules, model)
     paths = dict(modules)
     is_splade = "SpladePooling" in paths
     last = modules[-1][0] if modules else ""
-    settings = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
+    settings = _transformer_config(
+        folder / router.transformer if router else folder,
+        _TASKS_OF_MODULE.get(last, _OTHER_TASKS),
+    )
     pools_prompt = True
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
@@ -227,8 +236,9 @@ def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str
         _check_late_order(kinds, with_mask=not is_pylate(model))
     elif kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
-            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, LayerNorm,"
-            " Normalize, in this order, each once, Dense and LayerNorm any number of times in any order; or Transformer, SpladePooling; or Transformer, LogitScore"
+            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense and LayerNorm,"
+            " Normalize, in this order, each once, Dense and LayerNorm any number of times; or Transformer,"
+            " SpladePooling; or Router; or Transformer, LogitScore"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0] and kinds[0] != "StaticEmbedding":

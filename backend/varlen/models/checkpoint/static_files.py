@@ -9,11 +9,10 @@ from pathlib import Path
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import (
     Json,
+    peek_json,
     read_flag,
-    read_json,
     read_optional_object,
 )
-from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.weights import read_headers
 
 # The `model_type` of the config.json that such a folder gets here.
@@ -32,7 +31,7 @@ def static_folder(folder: Path) -> Path | None:
     Raises:
         CheckpointError: modules.json names a folder elsewhere.
     """
-    modules = _read(folder, "modules.json")
+    modules = peek_json(folder, "modules.json")
     first = modules[0] if isinstance(modules, list) and modules else None
     if isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == MODULE:
         path = Path(str(first.get("path") or ""))
@@ -41,7 +40,7 @@ def static_folder(folder: Path) -> Path | None:
                 f'modules.json names the folder "{path}"; allowed: a folder beside it'
             )
         return folder / path
-    config = _read(folder, "config.json")
+    config = peek_json(folder, "config.json")
     is_model2vec = isinstance(config, dict) and config.get("model_type") == MODEL2VEC
     return folder if is_model2vec else None
 
@@ -79,15 +78,3 @@ def static_config(folder: Path) -> Json:
             read_optional_object(folder, "config.json"), "normalize", default=False
         ),
     }
-
-
-def _read(folder: Path, name: str) -> object:
-    """Return the content of a JSON file; None without one, or if it is damaged."""
-    if not has_file(folder, name):
-        return None
-    locate(folder, name)
-    try:
-        return read_json(folder, name)
-    except CheckpointError:
-        # whoever needs it says so
-        return None

@@ -116,7 +116,7 @@ class NormConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of its tensors by name."""
-        return {name: (self.in_features,) for name in ("norm.weight", "norm.bias")}
+        return dict.fromkeys(("norm.weight", "norm.bias"), (self.in_features,))
 
     @property
     def shown(self) -> str:
