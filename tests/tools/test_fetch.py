@@ -1,5 +1,6 @@
 """`fetch` puts a whole checkpoint into a repository, or nothing."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from tests.checkpoints import (
     WEIGHTS,
@@ -417,6 +419,29 @@ def test_a_module_without_files_needs_no_folder(encoder, repository):
     target = fetch(str(encoder), repository=repository)
 
     assert Checkpoint.open(target / "1").normalize
+
+
+def test_the_folders_of_routes_are_copied(repository, tmp_path):
+    folder = tmp_path / "routes"
+    save_checkpoint(folder / "document_0", "BertForMaskedLM")
+    size = json.loads((folder / "document_0/config.json").read_text())["vocab_size"]
+    kinds = {"query_0": "SparseStaticEmbedding", "document_0": "Transformer", "1": "SpladePooling"}
+    types = {path: f"sentence_transformers.models.{kind}" for path, kind in kinds.items()}
+    structure = {"query": ["query_0"], "document": ["document_0", "1"]}
+    config = {"types": types, "structure": structure, "parameters": {}}
+    write_file(folder, "modules.json", [module("Router")])
+    write_file(folder, "router_config.json", config)
+    write_file(folder, "1/config.json", {})
+    write_file(folder, "query_0/config.json", {"frozen": True})
+    for path in (folder / "document_0").glob("tokenizer*"):
+        shutil.copy(path, folder / "query_0")
+    save_file({"weight": torch.ones(size)}, folder / "query_0" / WEIGHTS)
+
+    target = fetch(str(folder), repository=repository)
+
+    checkpoint = Checkpoint.open(target / "1")
+    checkpoint.check_task("sparse_embed")
+    assert (checkpoint.task, checkpoint.router.default) == ("sparse_embed", "query")
 
 
 def test_says_what_it_found(encoder, repository, run):
