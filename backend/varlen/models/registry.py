@@ -54,8 +54,11 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
-# By their architecture, encoders that share a `model_type` with another family.
-ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}
+# By the beginning of their architecture, encoders that share a `model_type` with another family.
+ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {
+    **t5.ENCODERS,
+    jina_bert.CLASS_NAME: jina_bert.FAMILY,
+}
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
@@ -90,7 +93,9 @@ def family_of(config: Json) -> Family[object]:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
-    return ENCODERS_BY_NAME.get(str(first_name(architectures)), FAMILIES[name])
+    first = str(first_name(architectures))
+    own = (family for start, family in ENCODERS_BY_NAME.items() if first.startswith(start))
+    return next(own, FAMILIES[name])
 
 
 def first_name(names: object) -> object:
