@@ -98,6 +98,12 @@ TEXTS: UnservedFields = {
     "mm_processor_kwargs": Unserved(_TEXT_ONLY),
     "images": Unserved(_TEXT_ONLY),
 }
+LABELS: UnservedFields = {
+    **TEXTS,
+    # of the pipelines of transformers
+    "ignore_labels": Unserved("tokens with the label O are left out", (["O"],)),
+    "stride": Unserved("a long text is not split; send its parts"),
+}
 EMBEDDINGS: UnservedFields = {
     **TEXTS,
     # vLLM's
