@@ -84,7 +84,7 @@ class Transformers:
         )
 
     def check_comparable(self, task: Task) -> None:
-        """Raise LookupError if transformers has no model of the checkpoint's form, or another one for a task."""
+        """Raise LookupError if transformers has no such model for a task."""
         config, traits = self._checkpoint.config, TASKS[task]
         if config.get("projection_size") is not None:
             raise LookupError("transformers has no model with this layer behind the last norm")

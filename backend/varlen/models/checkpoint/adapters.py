@@ -72,7 +72,7 @@ def factor_names(weight: str) -> tuple[str, str]:
 
 
 def weight_of_factor(name: str) -> str | None:
-    """Return the name of the weight that a tensor of adapters belongs to; None for another tensor."""
+    """Return the name of a factor's weight; None for another tensor."""
     stem, mark, _ = name.partition(_MARK)
     return f"{stem}.weight" if mark else None
 

@@ -86,8 +86,8 @@ def read_tokenizer_settings(
     Args:
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
-        reads_config: whether tokenizer_config.json counts. For StaticEmbedding it does not; there the limit is that of
-            tokenizer.json.
+        reads_config: whether tokenizer_config.json counts. For StaticEmbedding it does not; there tokenizer.json has
+            the limit.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the two disagree on what changes token ids.

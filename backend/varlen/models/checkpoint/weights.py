@@ -148,7 +148,7 @@ def check_indices(headers: Mapping[str, TensorHeader], name: str, count: int) ->
 
 
 def check_factors(headers: Mapping[str, TensorHeader], adapter: Adapter) -> None:
-    """Raise CheckpointError unless the tensors have the factors of an adapter, in the shapes of their weights."""
+    """Raise CheckpointError unless the weights have factors that fit the adapter."""
     weights = dict.fromkeys(filter(None, map(weight_of_factor, headers)))
     if not weights:
         raise CheckpointError(
