@@ -62,6 +62,11 @@ ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
+# Models of other libraries, by the `model_type` that these write, and what to take instead.
+OTHER_LIBRARIES: Mapping[str, str] = {
+    "extractor": "a model of GLiNER2, which is not served: take one of GLiNER, such as those of GLiNER v2.1, whose"
+    " folders have gliner_config.json"
+}
 
 # What makes config.json of the text part of a multimodal model, by its `model_type`.
 TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
@@ -89,6 +94,8 @@ def family_of(config: Json) -> Family[object]:
     if name == STATIC:
         # no config.json of a library has this name
         return static.FAMILY
+    if isinstance(name, str) and name in OTHER_LIBRARIES:
+        raise CheckpointError(f"config.json has model_type {show(name)}, {OTHER_LIBRARIES[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
