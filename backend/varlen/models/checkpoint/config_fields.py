@@ -39,7 +39,7 @@ class FieldRules:
         harmless: Iterable[str] = (),
         fixed: Mapping[str, object] | None = None,
     ) -> "FieldRules":
-        """Return these rules with more fields; one that is fixed now is neither read nor harmless."""
+        """Return these rules with more fields; what is fixed is neither read nor harmless."""
         fixed = fixed or {}
         return FieldRules(
             self.read.union(read) - fixed.keys(),
