@@ -43,7 +43,7 @@ def read_entailment(answers: RowAnswers) -> Entailment:
 
 
 def parse_labels(labels: str | Sequence[str]) -> list[str]:
-    """Return candidate labels; one text has them separated by commas, and blank ones are left out.
+    """Return candidate labels; a text has commas between them, and blank parts are dropped.
 
     Raises:
         InvalidRequest: there is none, or there are too many.

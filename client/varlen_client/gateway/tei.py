@@ -30,7 +30,8 @@ from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
 from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
-from varlen_client.row_options import AggregationStrategy
+from varlen_client.row_answers import RowAnswers
+from varlen_client.row_options import AggregationStrategy, EntityOptions
 from varlen_client.tasks import (
     EMBED,
     ENTAILMENT,
@@ -61,6 +62,17 @@ _TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
     "token_embeddings": TOKEN_EMBED,
     "last_hidden_state": HIDDEN,
 }
+
+
+def _read_json(answers: RowAnswers) -> list[bytes]:
+    found: list[bytes] = answers.joined(answers.outputs[0])[:, 0].tolist()
+    return found
+
+
+# The server's JSON has the form of the pipeline.
+_ENTITIES: RowTask[list[bytes]] = RowTask(
+    PREDICT_ENTITIES.method, EntityOptions, PREDICT_ENTITIES.outputs, _read_json
+)
 
 
 class HubOptions(Fields):
@@ -277,15 +289,15 @@ async def _zero_shot(gateway: Gateway, body: PredictBody, candidates: str | list
     pairs = hypotheses(texts, labels, DEFAULT_TEMPLATE if template is None else template)
     _, found, _ = await gateway.answer(body.model, ENTAILMENT, pairs, text_fields=body)
     rows = label_scores(found, labels, multi_label=bool(body.multi_label))
-    answers = [
+    answers = (
         {
             "sequence": text,
             "labels": [each.label for each in row],
             "scores": [each.score for each in row],
         }
         for text, row in zip(texts, rows, strict=True)
-    ]
-    return json_response(answers if is_batch else answers[0])
+    )
+    return json_response(Rows(answers) if is_batch else next(answers))
 
 
 async def _entities(gateway: Gateway, body: PredictBody) -> Response:
@@ -298,24 +310,9 @@ async def _entities(gateway: Gateway, body: PredictBody) -> Response:
     texts, is_batch = _single_texts(body, "aggregation_strategy")
     strategy = body.aggregation_strategy or "simple"
     _, found, _ = await gateway.answer(
-        body.model, PREDICT_ENTITIES, texts, text_fields=body, aggregation_strategy=strategy
+        body.model, _ENTITIES, texts, text_fields=body, aggregation_strategy=strategy
     )
-    name = "entity" if strategy == "none" else "entity_group"
-    rows = [
-        [
-            {
-                name: each.label,
-                "score": each.score,
-                **given_options(index=each.index),
-                "word": each.word,
-                "start": each.start,
-                "end": each.end,
-            }
-            for each in row
-        ]
-        for row in found
-    ]
-    return json_response(rows if is_batch else rows[0])
+    return json_response(Rows(found) if is_batch else found[0])
 
 
 def _first_given(body: PredictBody, names: Sequence[str]) -> str | None:

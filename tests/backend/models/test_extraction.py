@@ -5,10 +5,13 @@ import shutil
 import pytest
 import torch
 
-from tests.checkpoints import set_fields
+from tests.checkpoints import set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
 from tests.gliner_models import MARK, SEPARATOR, Gliner, save_gliner, thresholds_of
 from varlen import Encoder
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution.programs import WholeSequences, load_programs
 from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
@@ -163,9 +166,18 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_last_words(make):
 def test_labels_are_refused(make):
     folder = make(**SPANS)
     with Encoder.from_pretrained(folder, dtype="fp32", warmup_seconds=0) as encoder:
-        for labels in ([], [""], ["x"] * 3 + [7], "x", [f"label {n}" for n in range(257)]):
+        for labels in (
+            [],
+            [""],
+            ["x", " \n"],
+            ["x"] * 3 + [7],
+            "x",
+            [f"label {n}" for n in range(257)],
+        ):
             with refused_request("labels is"):
                 encoder.extract(["a"], labels)
+        with refused_request("inputs is one string; send a list of them"):
+            encoder.extract("the cat", ["x"])
         with refused_request(f"row 0: the label 'a {MARK}' holds the token {MARK}"):
             encoder.extract(["a"], [f"a {MARK}"])
         twice = encoder.extract(["the cat"], ["x", "y", "x"], threshold=0)
@@ -193,7 +205,7 @@ def test_too_many_candidates_are_refused(make, monkeypatch):
         ({"span_mode": "markerV1"}, 'span_mode "markerV1"; allowed: markerV0, token_level'),
         ({"subtoken_pooling": "mean"}, 'subtoken_pooling "mean"; allowed: first, last'),
         ({"words_splitter_type": "spacy"}, 'words_splitter_type "spacy"; allowed: whitespace'),
-        ({"encoder_config": None}, "save the folder with the library gliner"),
+        ({"encoder_config": None}, '("encoder"), whose files `varlen fetch` reads and adds'),
         ({"encoder_config": {"model_type": "t5"}}, "allowed: deberta-v2, modernbert, bert"),
         ({"max_width": 9999}, "max_width 9999"),
         ({"num_rnn_layers": 99}, "num_rnn_layers 99"),
@@ -219,6 +231,32 @@ def test_other_tasks_and_other_folders_are_refused(shared_model):
         Checkpoint.open(shared_model / "encoder").check_task("extract")
 
 
+def test_a_model_of_gliner2_is_refused_by_its_name(tmp_path, shared_model):
+    """Its files are those that the library gliner2 writes."""
+    folder = tmp_path / "gliner2"
+    shutil.copytree(shared_model, folder)
+    (folder / "gliner_config.json").unlink()
+    config = {
+        "model_type": "extractor",
+        "model_name": "microsoft/deberta-v3-base",
+        "counting_layer": "count_lstm_v2",
+        "token_pooling": "first",
+        "max_width": 8,
+    }
+    write_file(folder, "config.json", config)
+    with refused('config.json has model_type "extractor", a model of GLiNER2, which is not served'):
+        Checkpoint.open(folder)
+
+
+def test_a_load_on_a_gpu_is_refused_with_the_remedy(shared_model):
+    checkpoint, gpu = Checkpoint.open(shared_model), torch.device("cuda", 0)
+    message = '"extract" runs on CPUs only in this version; set device to cpu, or the instance to KIND_CPU'
+    with pytest.raises(ConfigError, match=message):
+        load_programs(
+            WholeSequences, checkpoint, EngineConfig(), "extract", gpu, None, longest=8, seconds=0
+        )
+
+
 def test_a_mark_of_another_token_is_refused(tmp_path, shared_model):
     folder = tmp_path / "changed"
     shutil.copytree(shared_model, folder)
@@ -232,4 +270,6 @@ def test_a_word_without_tokens_is_read_at_the_token_before_it(shared_model):
     text = "the \x7f cat"
     with Encoder.from_pretrained(shared_model, dtype="fp32", warmup_seconds=0) as encoder:
         (row,) = encoder.extract([text], ["x"], threshold=0, flat_ner=False)
+        with refused_request("20 words and 1 labels have 5 tokens; allowed: a token for each"):
+            encoder.extract(["\x7f " * 20], ["x"])
     assert {text[each.start : each.end] for each in row} >= {"the", "cat"}

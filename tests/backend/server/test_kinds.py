@@ -13,4 +13,6 @@ def test_a_task_is_served_by_the_kind_of_its_row():
 def test_the_first_inputs_of_a_kind_are_inputs_of_its_tasks():
     for task in (*ITERATIVE_TASKS, *ONE_SHOT_TASKS):
         names = {spec.name for spec in input_specs(task)}
-        assert {kind[0] for kind in kind_of(task).inputs} <= names
+        first = {kind[0] for kind in kind_of(task).inputs}
+        # labels are words before the text, so a request for spans has no token ids
+        assert first <= names or (task == "extract" and first & names == {"text"})

@@ -238,7 +238,8 @@ def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str
         raise CheckpointError(
             f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense and LayerNorm,"
             " Normalize, in this order, each once, Dense and LayerNorm any number of times; or Transformer,"
-            " SpladePooling; or Router; or Transformer, LogitScore"
+            " SpladePooling; or Router; or Transformer, LogitScore; or StaticEmbedding, with"
+            " Normalize or without"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0] and kinds[0] != "StaticEmbedding":
