@@ -252,7 +252,10 @@ def roles_of(
 
 
 def _roles_of_routes(checkpoint: Checkpoint, router: Router, max_sequence_tokens: int) -> TextRoles:
-    """Return the roles of a model whose queries are looked up; texts of no role take its default route."""
+    """Return the roles of a model whose queries are looked up.
+
+    Texts of no role take its default route.
+    """
     longest = min(checkpoint.longest_query or max_sequence_tokens, max_sequence_tokens)
     query = TextRole(max_tokens=longest, is_looked_up=True)
     routes = {"query": query, "document": TextRole()}

@@ -1,4 +1,4 @@
-"""Queries that are looked up: a sparse vector is the stored weights of the tokens of a text.
+"""Queries that are looked up: their sparse vectors are stored weights of their tokens.
 
 No model runs, so they pass the queue, the batches and the response cache. Source:
 sparse_encoder/modules/sparse_static_embedding.py of sentence-transformers.
@@ -53,7 +53,10 @@ class TermLookup:
         reply.finish()
 
     def terms(self, prompt: Prompt) -> Float32Array:
-        """Return the terms of a text whose weight is not 0, the largest weight first, `[terms, 2]` fp32."""
+        """Return the terms of a text, the largest weight first, `[terms, 2]` fp32.
+
+        Terms of weight 0 are left out.
+        """
         terms = np.unique(prompt.token_ids)
         weights = self.weights[terms]
         is_kept = weights != 0

@@ -50,7 +50,7 @@ def save(folder, target, *, default="document", signs=False, **settings):
 
 
 def as_at_the_hub(folder):
-    """Move the model of documents into the checkpoint folder itself, where other programs look for it."""
+    """Move the model of documents into the checkpoint folder itself."""
     for path in (folder / DOCUMENTS).iterdir():
         shutil.move(path, folder / path.name)
     (folder / DOCUMENTS).rmdir()
@@ -208,9 +208,9 @@ def change_route(folder, **parts):
 @pytest.mark.parametrize(
     "parts, message",
     [
-        ({"structure": {"image": [QUERIES]}}, "; allowed: query: SparseStaticEmbedding; document"),
-        ({"structure": {"query": [POOLING]}}, "has the routes query: SpladePooling; document: Tra"),
-        ({"structure": {"document": [DOCUMENTS]}}, "document: Transformer; allowed"),
+        ({"structure": {"image": [QUERIES]}}, "; allowed: query (SparseStaticEmbedding), documen"),
+        ({"structure": {"query": [POOLING]}}, "has the routes query (SpladePooling), document (Tr"),
+        ({"structure": {"document": [DOCUMENTS]}}, "document (Transformer); allowed"),
         ({"structure": {"query": "x"}}, 'has the route "x"; allowed: a list of folders'),
         ({"structure": {"query": ["../x"]}}, 'names the folder "../x"; allowed: a folder beside'),
         ({"types": {QUERIES: "mine.SparseStaticEmbedding"}}, "; allowed: modules of sentence_tra"),

@@ -76,7 +76,9 @@ def read_json(folder: Path, name: str) -> Any:
 
 
 def peek_json(folder: Path, name: str) -> Any:
-    """Return the content of a JSON file; None without one, or if it is damaged, which whoever needs it says.
+    """Return the content of a JSON file; None without one, or if it is damaged.
+
+    Whoever needs it says what is wrong.
 
     Raises:
         CheckpointError: it is no file of the folder; see `locate`.

@@ -30,9 +30,13 @@ def check_is_transformer(folder: Path) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder looks like a checkpoint; static embeddings and routes may have no config.json."""
-    is_other = has_router(folder) or static_folder(folder) is not None
-    return is_other or has_file(folder, config_name(folder))
+    """Return whether a folder looks like a checkpoint.
+
+    One of static embeddings or routes may have no config.json.
+    """
+    if has_file(folder, config_name(folder)):
+        return True
+    return static_folder(folder) is not None or has_router(folder)
 
 
 def _has_model(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints whose queries are looked up: the module Router with a route for queries and one for documents.
+"""Checkpoints with the module Router: queries are looked up, documents run through a model.
 
 A query is the weights of its tokens in a table (SparseStaticEmbedding), without the model; a document goes through a
 masked language model and SpladePooling. Source: base/modules/router.py and
@@ -31,7 +31,7 @@ CONFIG = "router_config.json"
 _PREFIX = "sentence_transformers."
 # The table has a weight for each token.
 TABLE = "weight"
-_ALLOWED = "query: SparseStaticEmbedding; document: Transformer, SpladePooling"
+_ALLOWED = "query (SparseStaticEmbedding), document (Transformer, SpladePooling)"
 _DOCUMENTS = (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"])
 # Settings of tokenizer.json that change no token of a query: it is cut elsewhere, and has no special tokens.
 _OTHER_SETTINGS = ("truncation", "padding", "post_processor")
@@ -85,7 +85,7 @@ def has_router(folder: Path) -> bool:
 
 
 def folders_of_routes(folder: Path) -> list[str]:
-    """Return the folders of modules that the routes of a checkpoint folder name, unchecked; none without a Router."""
+    """Return the folders that routes name, unchecked; none without a Router."""
     config = peek_json(folder, CONFIG) if has_router(folder) else None
     types = config.get("types") if isinstance(config, dict) else None
     return [str(name) for name in types] if isinstance(types, dict) else []
@@ -118,7 +118,7 @@ def read_router(folder: Path) -> Router | None:
         "document",
     }
     if not is_served or kinds["document"] not in _DOCUMENTS:
-        shown = "; ".join(f"{name}: {', '.join(route)}" for name, route in kinds.items())
+        shown = ", ".join(f"{name} ({', '.join(route)})" for name, route in kinds.items())
         raise CheckpointError(f"{CONFIG} has the routes {shown}; allowed: {_ALLOWED}")
     ((_, queries),) = routes["query"]
     name = f"{queries}/config.json"
@@ -144,7 +144,7 @@ def _modules(paths: object, types: Mapping[str, object]) -> list[tuple[str, str]
 
 def _default(parameters: Json, routes: Sequence[str]) -> Route:
     """Return the default route: the first one if the file names none."""
-    fixed = {"route_mappings": {}}
+    fixed: dict[str, object] = {"route_mappings": {}}
     check_fields(parameters, CONFIG, known=("default_route", "allow_empty_key"), fixed=fixed)
     default = parameters.get("default_route")
     if default is None and read_flag(parameters, "allow_empty_key", default=True, name=CONFIG):

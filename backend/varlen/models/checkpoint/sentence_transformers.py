@@ -6,7 +6,7 @@ by name; see docs/decisions/0014-config-fields.md.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,11 @@ _MODULES = (
     *("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"),
     *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask", "StaticEmbedding"),
 )
-# The layers of vectors, of which there may be any number.
-_LAYERS = {"Dense": read_dense, "LayerNorm": read_norm}
+# By module, the reader of a layer of vectors. There may be any number of layers.
+_LAYERS: Mapping[str, Callable[[Path, str], VectorConfig]] = {
+    "Dense": read_dense,
+    "LayerNorm": read_norm,
+}
 _ORDER = re.compile(
     r"Transformer(,Pooling(,Dense|,LayerNorm)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
     r"|StaticEmbedding(,Normalize)?"
@@ -137,7 +140,7 @@ def read_sentence_settings(
     Args:
         pooling: default pooling, if no file names one.
         transformer: a module of the checkpoint that stands for Transformer.
-        router: routes of the checkpoint; the settings are those of documents.
+        router: routes of the checkpoint; the settings are for documents.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.

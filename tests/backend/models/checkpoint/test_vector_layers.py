@@ -39,7 +39,7 @@ def save(folder, target, *, pooling="mean", dense=(), normalize=True, prompts=No
 
 
 def norm_of(features):
-    """Return a LayerNorm whose weights are not those of a new one."""
+    """Return a LayerNorm with random weights."""
     layer = modules.LayerNorm(features)
     torch.nn.init.normal_(layer.norm.weight)
     torch.nn.init.normal_(layer.norm.bias)
