@@ -234,7 +234,7 @@ def read_entities(answers: RowAnswers) -> list[list[Entity]]:
     return [
         [
             Entity(
-                each.get("entity_group") or each["entity"],
+                each["entity_group"] if "entity_group" in each else each["entity"],
                 each["score"],
                 each["word"],
                 each["start"],

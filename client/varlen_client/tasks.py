@@ -48,7 +48,7 @@ from varlen_client.row_options import (
     SparseOptions,
     TokenEmbedOptions,
 )
-from varlen_client.wire import Floats, ModelInfo, Parameters
+from varlen_client.wire import Floats, ModelInfo, Parameters, check_not_a_string
 from varlen_client.zero_shot import Entailment, read_entailment
 
 _Answer = TypeVar("_Answer")
@@ -130,7 +130,7 @@ def parameters_of(
 
     Raises:
         TypeError: there is no such option.
-        InvalidRequest: an integer is larger than the protocol's.
+        InvalidRequest: an integer is larger than the protocol's, or labels are a single string.
     """
     for name, value in options.items():
         if name not in declared.__annotations__:
@@ -138,11 +138,16 @@ def parameters_of(
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
     return {
-        # the protocol has no lists
-        _WIRE_NAMES.get(name, name): json.dumps(list(value)) if name == "labels" else value
+        _WIRE_NAMES.get(name, name): _labels(value) if name == "labels" else value
         for name, value in options.items()
         if value is not None and name not in (*_CALL_OPTIONS, *not_sent)
     }
+
+
+def _labels(labels: Collection[str]) -> str:
+    """Return labels as JSON: the protocol has no lists."""
+    check_not_a_string(labels)
+    return json.dumps(list(labels))
 
 
 def _vector_output(options: Options) -> Outputs:

@@ -262,7 +262,7 @@ def read_inputs(inputs: Inputs | Pairs, *, takes_pairs: bool = False) -> Rows:
         InvalidRequest: a single string, a row that is neither text nor a list of integers, a mix of
             both, or only some rows are pairs.
     """
-    _check_not_a_string(inputs)
+    check_not_a_string(inputs)
     if takes_pairs and any(_is_pair(row) for row in inputs):
         for index, row in enumerate(inputs):
             if not _is_pair(row):
@@ -283,8 +283,14 @@ def query_and_documents(query: str, documents: Sequence[str]) -> Pairs:
     Raises:
         InvalidRequest: the documents are a single string.
     """
-    _check_not_a_string(documents)
+    check_not_a_string(documents)
     return [(query, document) for document in documents]
+
+
+def check_not_a_string(inputs: object) -> None:
+    """Raise InvalidRequest if rows are a single string, whose characters are not meant."""
+    if isinstance(inputs, (str, bytes)):
+        raise InvalidRequest("got one string; pass a list of strings")
 
 
 def with_remaining_deadline(
@@ -322,11 +328,6 @@ def _id_tensors(ids: Sequence[_Ids]) -> Iterator[Tensor]:
     yield Tensor("input_ids", "INT64", padded)
     if lengths.min() < lengths.max():
         yield Tensor("attention_mask", "INT64", mask)
-
-
-def _check_not_a_string(inputs: object) -> None:
-    if isinstance(inputs, (str, bytes)):
-        raise InvalidRequest("got one string; pass a list of strings")
 
 
 def _is_pair(row: object) -> bool:

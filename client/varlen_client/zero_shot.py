@@ -15,7 +15,7 @@ import numpy as np
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import LabelScore, RowAnswers
-from varlen_client.wire import Floats, Pairs
+from varlen_client.wire import Floats, Pairs, check_not_a_string
 
 DEFAULT_TEMPLATE = "This example is {}."
 MAX_LABELS = 512
@@ -43,24 +43,28 @@ def read_entailment(answers: RowAnswers) -> Entailment:
 
 
 def parse_labels(labels: str | Sequence[str]) -> list[str]:
-    """Return candidate labels; one text has them separated by commas.
+    """Return candidate labels; a text has commas between them, and blank parts are dropped.
 
     Raises:
         InvalidRequest: there is none, or there are too many.
     """
-    found = [each.strip() for each in labels.split(",")] if isinstance(labels, str) else labels
-    kept = [each for each in found if each]
-    if not 1 <= len(kept) <= MAX_LABELS:
-        raise InvalidRequest(f"candidate_labels has {len(kept)} labels; allowed: 1 to {MAX_LABELS}")
-    return kept
+    if isinstance(labels, str):
+        labels = [each.strip() for each in labels.split(",") if each.strip()]
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise InvalidRequest(
+            f"candidate_labels has {len(labels)} labels; allowed: 1 to {MAX_LABELS}"
+        )
+    return list(labels)
 
 
 def hypotheses(texts: Sequence[str], labels: Sequence[str], template: str) -> Pairs:
     """Return the pairs of each text with the hypothesis of each label.
 
     Raises:
-        InvalidRequest: the template is too long, or has no place for the label, or other braces.
+        InvalidRequest: the texts are a single string; or the template is too long, or has no place for the label, or
+            other braces.
     """
+    check_not_a_string(texts)
     rest = template.replace("{}", "", 1)
     if len(template) > MAX_TEMPLATE_CHARACTERS or "{}" not in template or set(rest) & set("{}"):
         raise InvalidRequest(

@@ -92,6 +92,27 @@ class Work(NamedTuple):
     multiplications: int
 
 
+# Work, given the extents of the tensors of a function, and its constants.
+WorkOf: TypeAlias = Callable[[Sequence[Extent], Sequence[float]], Work]
+# Multiplications that take as long as one number of a norm, an activation or a copy.
+_OF_NUMBER = 32
+
+
+def work_of_rows(tensor: int, factor: int = _OF_NUMBER) -> WorkOf:
+    """Return the work of a function whose units are the rows of a tensor.
+
+    Args:
+        tensor: its number; -1 is the last one.
+        factor: multiplications that take as long as one number of it.
+    """
+
+    def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+        rows, columns = extents[tensor]
+        return Work(rows, factor * rows * columns)
+
+    return work
+
+
 class Function:
     """A compiled function: its arguments and its work.
 
@@ -114,7 +135,7 @@ class Function:
         self,
         name: str,
         arguments: str,
-        work: Callable[[Sequence[Extent], Sequence[float]], Work],
+        work: WorkOf,
         body: str = "",
     ) -> None:
         """Declare a function.

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
-from varlen_kernels.op import Arguments, Call, Extent, Function, Op, Results, Runs, Work
+from varlen_kernels.op import (
+    Arguments,
+    Call,
+    Extent,
+    Function,
+    Op,
+    Results,
+    Runs,
+    Work,
+    WorkOf,
+    work_of_rows,
+)
 from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
 from varlen_kernels.reference.logit_edits import check_edits
 from varlen_kernels.reference.paged import check_copies
@@ -32,26 +43,14 @@ ACTIVATIONS: Mapping[Activation, int] = {
 # multiple of the rows of every tile.
 BLOCK = 96
 
-# Multiplications that take as long as one number of a norm, an activation or a copy; as reading a number of a weight;
-# as one head of a sequence's cache; as one logit of a choice by chance; as one logit of a beam step.
-_OF_NUMBER, _OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED = 32, 8, 1 << 16, 128, 64
+# Multiplications that take as long as reading a number of a weight; as one head of a sequence's cache; as one logit of
+# a choice by chance; as one logit of a beam step.
+_OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED = 8, 1 << 16, 128, 64
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
 
 # Forms of most ops.
 _BOTH = "cpu fused"
-
-_WorkOf = Callable[[Sequence[Extent], Sequence[float]], Work]
-
-
-def _rows(number: int, factor: int = _OF_NUMBER) -> _WorkOf:
-    """A unit is a row of this tensor; a number takes `factor` multiplications."""
-
-    def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-        rows, columns = extents[number]
-        return Work(rows, factor * rows * columns)
-
-    return work
 
 
 def _beams(extents: Sequence[Extent], _: Sequence[float]) -> Work:
@@ -60,7 +59,7 @@ def _beams(extents: Sequence[Extent], _: Sequence[float]) -> Work:
     return Work(sequences, _OF_SEARCHED * rows * columns)
 
 
-def _panels(divisor: int) -> _WorkOf:
+def _panels(divisor: int) -> WorkOf:
     """A unit is a panel of a block of rows."""
 
     def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
@@ -77,7 +76,7 @@ def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) ->
     return Work(sequences * num_kv_heads, _OF_HEAD * tokens * num_kv_heads)
 
 
-def _heads_of_sequences(place: int) -> _WorkOf:
+def _heads_of_sequences(place: int) -> WorkOf:
     """A unit is a head of a sequence; the constant in this place counts them."""
 
     def work(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
@@ -96,20 +95,20 @@ def _one_unit(extents: Sequence[Extent], _: Sequence[float]) -> Work:
 _NORM = Function(
     "norm",
     "x:matrix residual:matrix weight:row bias:row total=matrix out=matrix eps:real is_rms:flag",
-    _rows(-1),
+    work_of_rows(-1),
 )
 # the second half of a row of x, if it has one, is a factor
-_ACTIVATE = Function("activate", "x:matrix bias:row out=matrix kind:whole", _rows(-1))
+_ACTIVATE = Function("activate", "x:matrix bias:row out=matrix kind:whole", work_of_rows(-1))
 _GATHER = Function(
     "gather",
     "ids:ids table:matrix ids_2:ids table_2:matrix ids_3:ids table_3:matrix out=matrix scale:real",
-    _rows(-1),
+    work_of_rows(-1),
 )
-_LOCAL_IDS = Function("local_ids", "ids:ids out=ids begin:whole count:whole", _rows(-1))
+_LOCAL_IDS = Function("local_ids", "ids:ids out=ids begin:whole count:whole", work_of_rows(-1))
 _ROTATE = Function(
     "rotate",
     "qkv:matrix position_ids:ids cos_sin:fp32 no_weight:row out=matrix heads:whole head_dim:whole",
-    _rows(-1),
+    work_of_rows(-1),
 )
 _MULTIPLY = Function(
     "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
@@ -124,17 +123,19 @@ _MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1),
 QUANTIZE = Function(
     "quantize",
     "x:fp32 outliers:int64_vector codes=uint8 factors=fp32 levels:whole lowest:whole",
-    _rows(0, 0),
+    work_of_rows(0, 0),
 )
 _OF_SUMS = "sums:{} factors:fp32 scale:fp32_row fp32_rows:fp32 out=fp32"
-DEQUANTIZE = Function("dequantize", _OF_SUMS.format("fp32"), _rows(0, 0))
-DEQUANTIZE_INT32 = Function("dequantize_int32", _OF_SUMS.format("int32"), _rows(0, 0), "dequantize")
+DEQUANTIZE = Function("dequantize", _OF_SUMS.format("fp32"), work_of_rows(0, 0))
+DEQUANTIZE_INT32 = Function(
+    "dequantize_int32", _OF_SUMS.format("int32"), work_of_rows(0, 0), "dequantize"
+)
 _APPEND = Function(
     "append",
     "qkv:matrix slots:int64_vector keys=cache values=cache position_ids:ids cos_sin:fp32"
     " query_weight:row key_weight:row out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
     " head_dim:whole eps:real",
-    _rows(0),
+    work_of_rows(0),
 )
 _ATTEND_TOKENS, _ATTEND_CHUNKS = (
     Function(
@@ -160,7 +161,9 @@ _ATTEND_DISTANCES = Function(
     _heads_of_sequences(0),
 )
 _COPY_BLOCKS = Function(
-    "copy_blocks", "memory=memory copies:int32 block_bytes:whole cache_bytes:whole", _rows(0, 0)
+    "copy_blocks",
+    "memory=memory copies:int32 block_bytes:whole cache_bytes:whole",
+    work_of_rows(0, 0),
 )
 _ALL_REDUCE, _GATHER_COLUMNS = (
     Function(
@@ -175,13 +178,13 @@ _SAMPLE = Function(
     "sample",
     "logits:fp32 bits:bits_of_logits temperature:fp32_vector top_k:ids top_p:fp32_vector"
     " min_p:fp32_vector uniform:fp64_vector out=ids",
-    _rows(0, _OF_SAMPLED),
+    work_of_rows(0, _OF_SAMPLED),
 )
 _EDIT_LOGITS = Function(
     "edit_logits",
     "token_ids:ids logit_rows:ids rows:int32 penalties:fp32 begun_tokens:ids begun_counts:ids"
     " begun_biases:fp32_vector logits=fp32 tokens=int32 counts=int32 biases=fp32 sizes=ids",
-    _rows(2, 0),
+    work_of_rows(2, 0),
 )
 STEP_BEAMS = Function(
     "step_beams",
@@ -194,14 +197,14 @@ _FOLLOW_BEAMS = Function(
     "searches:int32 beam_slots:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
     " parents=int32 tokens=int32 token_ids=ids block_ids=ids slots=int64_vector copies=int32"
     " block_size:whole",
-    _rows(0, 0),
+    work_of_rows(0, 0),
 )
 _ADVANCE_SEARCHES = Function(
     "advance_searches",
     "found_tokens:int32 logprobs:fp32 searches:int32 beam_slots:ids divisors:fp32 ends:ids"
     " parents=int32 tokens=int32 scores=fp32 answers=of_beams answer_scores=fp32 num_answers=int32"
     " heads=ids out_ends=int32 out_beams=int32 out_scores=fp32_vector",
-    _rows(2, 0),
+    work_of_rows(2, 0),
 )
 
 

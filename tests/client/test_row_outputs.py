@@ -108,6 +108,17 @@ def test_an_integer_that_the_protocol_cannot_hold_is_refused(client):
         client.embed(["a"], dimensions=10**30)
 
 
+def test_texts_and_labels_are_no_single_string(client):
+    for ask in (
+        lambda: client.extract(["a"], labels="person"),
+        lambda: client.extract("a", labels=["person"]),
+        lambda: client.zero_shot("a", ["sports"]),
+        lambda: client.predict_entities("a"),
+    ):
+        with pytest.raises(InvalidRequest, match="got one string; pass a list of strings"):
+            ask()
+
+
 def test_sparse_vectors_have_the_terms_of_their_row_alone(client, server):
     server.model.task = "sparse_embed"
     texts = ["ab", "é", *("x" * (n + 1) for n in range(40))]

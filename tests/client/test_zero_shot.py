@@ -47,6 +47,8 @@ def test_scores_match_the_pipeline(names, multi_label, count):
 
 def test_each_text_is_paired_with_the_hypothesis_of_each_label():
     assert parse_labels(" sports, the sea,") == ["sports", "the sea"]
+    # as the pipeline, which takes a list as it is
+    assert parse_labels(["a", ""]) == ["a", ""]
     assert hypotheses(["a", "b"], ["x"], "It is {}.") == [("a", "It is x."), ("b", "It is x.")]
 
 
@@ -58,7 +60,12 @@ def test_a_template_has_one_place_for_the_label(template):
         hypotheses(["a"], ["x"], template)
 
 
-@pytest.mark.parametrize("labels", ["", [], ["a"] * 513])
+def test_a_single_text_is_refused():
+    with pytest.raises(InvalidRequest, match="got one string; pass a list of strings"):
+        hypotheses("a text", ["x"], "It is {}.")
+
+
+@pytest.mark.parametrize("labels", ["", " ,", [], ["a"] * 513])
 def test_the_number_of_labels_is_bounded(labels):
     with pytest.raises(InvalidRequest, match="candidate_labels has .* allowed: 1 to 512"):
         parse_labels(labels)

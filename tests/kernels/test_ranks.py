@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.rank_exchanges import FORMS, exchange_all, expected_sums, shared_memory
 from varlen_kernels import reference
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.reference.rank_memory import (
     BUFFER_BYTES,
     FAILED,

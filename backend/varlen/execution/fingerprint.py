@@ -25,7 +25,7 @@ from varlen.models.checkpoint.files import has_file, read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.rank import ALONE, Rank
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.native.target_cpu import target_cpu
 
 # Our own packages that run a batch, and the files of theirs that count.

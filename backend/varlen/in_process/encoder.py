@@ -243,6 +243,7 @@ class Encoder(InProcess):
             RequestError: see `embed`; or there are no labels, or too many.
         """
         self._check_task("extract")
+        _check_is_list(texts)
         extraction = self._service.checkpoint.extraction
         assert extraction is not None
         ROW_PARAMETERS["threshold"].check("threshold", threshold)
@@ -290,6 +291,7 @@ class Encoder(InProcess):
             RequestError: see `embed`; or a context has too many windows.
         """
         self._check_task("question_answer")
+        _check_is_list(pairs)
         form = QuestionForm(
             top_k=top_k,
             max_answer_len=max_answer_len,
@@ -369,8 +371,7 @@ class Encoder(InProcess):
         return answers
 
     def _prompts(self, inputs: Inputs, cut: _Cut, prefix: TextPrefix) -> tuple[Prompt, ...]:
-        if isinstance(inputs, str):
-            raise RequestError("inputs is one string; send a list of them")
+        _check_is_list(inputs)
         if len(inputs) and _is_text(inputs[0]):
             return self._service.intake.texts(
                 cast(Sequence[Text], inputs),
@@ -380,6 +381,11 @@ class Encoder(InProcess):
             )
         prefix.check_has_texts()
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
+
+
+def _check_is_list(inputs: object) -> None:
+    if isinstance(inputs, str):
+        raise RequestError("inputs is one string; send a list of them")
 
 
 def _is_text(value: object) -> bool:

@@ -175,7 +175,8 @@ class Intake:
         """
         prompts = self._word_prompts
         assert prompts is not None
-        sizes = self.limits.check_texts(texts, truncate=truncate)
+        of_labels = sum(len(label.encode()) for label in labels)
+        sizes = [of_labels + size for size in self.limits.check_texts(texts, truncate=truncate)]
         longest = self.limits.max_sequence_tokens
         if max_tokens is not None and not 1 <= max_tokens <= longest:
             refuse("truncate_prompt_tokens", max_tokens, f"whole numbers from 1 to {longest}")

@@ -58,6 +58,8 @@ class ContextWindows:
         self._limits = replace(limits, can_truncate=False)
         self._sizes = self._limits.check_texts(pairs)
         for row, pair in enumerate(pairs):
+            if isinstance(pair, str):
+                raise RequestError(f"row {row}: the context is missing; send a pair of two texts")
             for name, text in zip(("question", "context"), pair, strict=True):
                 if not text:
                     raise RequestError(f"row {row}: the {name} is empty; send a text")

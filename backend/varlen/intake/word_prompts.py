@@ -84,7 +84,7 @@ class WordPrompts:
             raise RequestError(
                 f"row {row}: the label {shorten(repr(wrong))} holds the token {mark}; send it without"
             )
-        self._check_scores(row, kept, len(labels))
+        self._check_rows(row, kept, len(labels), len(ids))
         self._limits.check_ids(row, "text", ids, None)
         self._limits.check_arena(row, len(ids))
         return Prompt(
@@ -108,7 +108,13 @@ class WordPrompts:
         words = np.maximum.accumulate(places)[before:]
         return Words(np.concatenate([marks, words]).astype(np.int32), labels)
 
-    def _check_scores(self, row: int, words: int, labels: int) -> None:
+    def _check_rows(self, row: int, words: int, labels: int, tokens: int) -> None:
+        # batches and their memory are planned for a token of each word and label
+        if words + labels > tokens:
+            raise RequestError(
+                f"row {row}: {words} words and {labels} labels have {tokens} tokens; allowed: a token for each. Send"
+                " the text without control characters, which the tokenizer removes"
+            )
         scores = words * labels * self._config.columns
         if scores > _MOST_SCORES:
             raise RequestError(

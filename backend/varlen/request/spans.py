@@ -23,8 +23,8 @@ MAX_LABEL_CHARACTERS = 512
 # Spans of a row whose scores exceed the threshold, before those that overlap are left out.
 MAX_CANDIDATES = 1 << 16
 LABELS_TEXT = (
-    f"a list of 1 to {MAX_LABELS} strings with 1 to {MAX_LABEL_CHARACTERS} characters, or a text that holds one as"
-    " JSON"
+    f"a list of 1 to {MAX_LABELS} strings with 1 to {MAX_LABEL_CHARACTERS} characters, none of them blank, or a text"
+    " that holds one as JSON"
 )
 
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
@@ -142,7 +142,7 @@ def span_tensors(rows: Sequence[Sequence[Span]]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _is_label(value: object) -> bool:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_LABEL_CHARACTERS:
+    if not isinstance(value, str) or len(value) > MAX_LABEL_CHARACTERS or not value.strip():
         return False
     # half a surrogate pair is no text
     return not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -176,7 +176,7 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
         max_tokens=given.truncate_prompt_tokens or intake.limits.max_sequence_tokens,
         max_text_bytes=intake.limits.max_text_bytes,
     )
-    texts = _strings("text", tensors["text"], intake, side)
+    texts = _texts_from_start(tensors, given, intake)
     return EntityReader(strategy, texts, tokens_of, intake.tokenizer.word_rules)
 
 
@@ -192,9 +192,7 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
         raise RequestError(
             f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; the operation {operation} reads only text"
         )
-    # offsets of tokens count from the beginning of the text
-    is_read_from_start = given.is_cut and intake.cut_side(given) == "right"
-    texts = _strings("text", tensors["text"], intake, "right" if is_read_from_start else None)
+    texts = _texts_from_start(tensors, given, intake)
     if "text_pair" in tensors:
         pairs = _strings("text_pair", tensors["text_pair"], intake)
         _check_rows("text_pair", len(pairs), "text", len(texts))
@@ -216,7 +214,16 @@ def _labelled_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> l
         raise RequestError(f"the request has no labels; send the parameter labels: {LABELS_TEXT}")
     if given.truncation_side == "left":
         raise RequestError("truncation_side is left; allowed with this model: right")
-    return _strings("text", tensors["text"], intake, "right" if given.is_cut else None)
+    return _texts_from_start(tensors, given, intake)
+
+
+def _texts_from_start(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
+    """Return the texts of a request, for offsets that count from their beginnings.
+
+    Only a part is read of a text that is cut on the right.
+    """
+    is_part = given.is_cut and intake.cut_side(given) == "right"
+    return _strings("text", tensors["text"], intake, "right" if is_part else None)
 
 
 def _context_windows(tensors: Tensors, given: RowParameters, intake: Intake) -> ContextWindows:

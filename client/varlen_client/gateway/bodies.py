@@ -43,7 +43,7 @@ _SIDES: Mapping[CutEnd, str | None] = {"NONE": None, "START": "left", "END": "ri
 
 # As many as OpenAI takes.
 MAX_INPUTS = 2048
-# Characters of a query, counted once for each document.
+# Characters of a text that several pairs have, counted once for each.
 _MAX_REPEATED = 1 << 26
 
 # Fields of one object; no form has as many.
@@ -332,11 +332,11 @@ def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
 
 
 def check_repeated(name: str, text: str, times: int) -> None:
-    """Raise InvalidRequest if a text that stands before each document would fill the memory."""
+    """Raise InvalidRequest if a text that several pairs have would fill the memory."""
     if len(text) * times > _MAX_REPEATED:
         raise InvalidRequest(
-            f"{name} has {len(text)} characters for {times} documents; allowed: {_MAX_REPEATED} in all,"
-            " so send fewer documents at once"
+            f"{name} has {len(text)} characters for {times} pairs; allowed: {_MAX_REPEATED} in all,"
+            " so send fewer at once"
         )
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.gateway.bodies import ListOf, RequestBody, TextFields, given_options
-from varlen_client.gateway.json_writing import json_response
+from varlen_client.gateway.json_writing import Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TEXTS
 from varlen_client.row_answers import Span
@@ -43,7 +43,7 @@ async def extract(gateway: Gateway, body: ExtractBody) -> Response:
         multi_label=body.multi_label,
     )
     _, rows, _ = await gateway.answer(body.model, EXTRACT, [body.text], text_fields=body, **options)
-    entities = [
+    entities = (
         {
             "value": each.text,
             "suggested_label": each.label,
@@ -52,10 +52,10 @@ async def extract(gateway: Gateway, body: ExtractBody) -> Response:
             "score": each.score,
         }
         for each in rows[0]
-    ]
+    )
     answer = {
-        "entities": entities,
-        "total_entities": len(entities),
+        "entities": Rows(entities),
+        "total_entities": len(rows[0]),
         "tagged_text": tagged(body.text, rows[0]),
     }
     return json_response(answer)

@@ -40,7 +40,7 @@ def json_bytes(content: Any) -> bytes:
     return to_json(content, inf_nan_mode="null")
 
 
-def json_response(content: Mapping[str, Any] | Sequence[Any] | Rows | Blocks) -> Response:
+def json_response(content: Mapping[str, Any] | Sequence[Any] | Rows | Blocks | bytes) -> Response:
     """Return a response with an answer as JSON; a large one is a stream."""
     parts = _parts(_pieces(content))
     first = next(parts)
@@ -105,6 +105,9 @@ def _pieces(content: Any) -> Iterator[bytes]:
         # without the brackets of its list
         blocks = (json_bytes(each)[1:-1] for each in content.blocks if len(each))
         yield from _joined(b"[", ((block,) for block in blocks), b"]")
+    elif isinstance(content, bytes):
+        # the server wrote it
+        yield content
     else:
         yield json_bytes(content)
 

@@ -5,7 +5,7 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -30,8 +30,9 @@ from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
-from varlen_client.gateway.unserved_fields import EMBEDDINGS, QUESTIONS, TEXTS
-from varlen_client.row_options import AggregationStrategy
+from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS, QUESTIONS
+from varlen_client.row_answers import RowAnswers
+from varlen_client.row_options import AggregationStrategy, EntityOptions
 from varlen_client.tasks import (
     EMBED,
     ENTAILMENT,
@@ -56,11 +57,24 @@ MAX_TOKEN_FEATURES = 2**26
 _LARGEST_WIDTH = 1 << 14
 # Numbers of an answer that are written as JSON in one piece.
 _NUMBERS_AT_ONCE = 1 << 14
+# Options of `/predict` that neither labels of the request nor entities have.
+_OF_WHOLE_TEXTS = ("raw_scores", "top_k", "function_to_apply")
 # The task of `/embed_all` by the output of the model.
 _TOKEN_TASKS: Mapping[str, RowTask[list[Floats]]] = {
     "token_embeddings": TOKEN_EMBED,
     "last_hidden_state": HIDDEN,
 }
+
+
+def _read_json(answers: RowAnswers) -> list[bytes]:
+    found: list[bytes] = answers.joined(answers.outputs[0])[:, 0].tolist()
+    return found
+
+
+# The server's JSON has the form of the pipeline.
+_ENTITIES: RowTask[list[bytes]] = RowTask(
+    PREDICT_ENTITIES.method, EntityOptions, PREDICT_ENTITIES.outputs, _read_json
+)
 
 
 class HubOptions(Fields):
@@ -143,7 +157,7 @@ class AnyBody(RequestBody):
 class PredictFields(TextFields):
     """Options of `/predict`; `top_k` and `function_to_apply` have the names of pipelines of transformers."""
 
-    unserved = TEXTS
+    unserved = LABELS
     is_cut_by_default = True
 
     raw_scores: bool = False
@@ -271,9 +285,9 @@ async def predict(gateway: Gateway, body: PredictBody) -> Response:
     body = _merged(body)
     if body.candidate_labels is not None:
         return await _zero_shot(gateway, body, body.candidate_labels)
-    wrong = [name for name in ("hypothesis_template", "multi_label") if getattr(body, name)]
-    if wrong:
-        raise InvalidRequest(f"the request has {wrong[0]} and no candidate_labels; send both")
+    wrong = _first_given(body, ("hypothesis_template", "multi_label"))
+    if wrong is not None:
+        raise InvalidRequest(f"the request has {wrong} and no candidate_labels; send both")
     info = await gateway.info(body.model)
     if info.known_task == "token_classify":
         return await _entities(gateway, body)
@@ -292,50 +306,51 @@ async def predict(gateway: Gateway, body: PredictBody) -> Response:
 
 async def _zero_shot(gateway: Gateway, body: PredictBody, candidates: str | list[str]) -> Response:
     """Answer with the candidate labels in the form of Hugging Face's inference endpoints."""
+    wrong = _first_given(body, (*_OF_WHOLE_TEXTS, "aggregation_strategy"))
+    if wrong is not None:
+        raise InvalidRequest(f"the request has {wrong} and candidate_labels; send one of them")
     labels = parse_labels(candidates)
     texts, is_batch = _single_texts(body, "candidate_labels")
-    if len(texts) * len(labels) > MAX_INPUTS:
+    count = len(texts) * len(labels)
+    if count > MAX_INPUTS:
         raise InvalidRequest(
             f"the request has {len(texts)} texts and {len(labels)} labels; allowed: {MAX_INPUTS} pairs of them"
         )
-    check_repeated("inputs", max(texts, key=len), len(texts) * len(labels))
-    pairs = hypotheses(texts, labels, body.hypothesis_template or DEFAULT_TEMPLATE)
+    check_repeated("inputs", max(texts, key=len), count)
+    check_repeated("candidate_labels", max(labels, key=len), count)
+    template = body.hypothesis_template
+    pairs = hypotheses(texts, labels, DEFAULT_TEMPLATE if template is None else template)
     _, found, _ = await gateway.answer(body.model, ENTAILMENT, pairs, text_fields=body)
     rows = label_scores(found, labels, multi_label=bool(body.multi_label))
-    answers = [
+    answers = (
         {
             "sequence": text,
             "labels": [each.label for each in row],
             "scores": [each.score for each in row],
         }
         for text, row in zip(texts, rows, strict=True)
-    ]
-    return json_response(answers if is_batch else answers[0])
+    )
+    return json_response(Rows(answers) if is_batch else next(answers))
 
 
 async def _entities(gateway: Gateway, body: PredictBody) -> Response:
     """Answer with the entities of texts in the form of the pipeline of transformers."""
+    wrong = _first_given(body, _OF_WHOLE_TEXTS)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"the request has {wrong}, which is for labels of whole texts; this model finds entities: leave it out"
+        )
     texts, is_batch = _single_texts(body, "aggregation_strategy")
     strategy = body.aggregation_strategy or "simple"
     _, found, _ = await gateway.answer(
-        body.model, PREDICT_ENTITIES, texts, text_fields=body, aggregation_strategy=strategy
+        body.model, _ENTITIES, texts, text_fields=body, aggregation_strategy=strategy
     )
-    name = "entity" if strategy == "none" else "entity_group"
-    rows = [
-        [
-            {
-                name: each.label,
-                "score": each.score,
-                **given_options(index=each.index),
-                "word": each.word,
-                "start": each.start,
-                "end": each.end,
-            }
-            for each in row
-        ]
-        for row in found
-    ]
-    return json_response(rows if is_batch else rows[0])
+    return json_response(Rows(found) if is_batch else found[0])
+
+
+def _first_given(body: PredictBody, names: Sequence[str]) -> str | None:
+    """Return the first of these options that the request has."""
+    return next((name for name in names if getattr(body, name)), None)
 
 
 async def _answers(gateway: Gateway, body: QuestionBody) -> Response:

@@ -111,6 +111,12 @@ QUESTIONS: UnservedFields = {
         Unserved("a long context is read in windows, of max_seq_len tokens"),
     ),
 }
+LABELS: UnservedFields = {
+    **TEXTS,
+    # of the pipelines of transformers
+    "ignore_labels": Unserved("tokens with the label O are left out", (["O"],)),
+    "stride": Unserved("a long text is not split; send its parts"),
+}
 EMBEDDINGS: UnservedFields = {
     **TEXTS,
     # vLLM's

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_function
 from varlen_kernels.op_table import STEP_BEAMS
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 
@@ -28,8 +28,6 @@ def beam_step(
     """Return `reference.beam_step`, compiled."""
     if not has_compiled_ops():
         return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
-    from varlen_kernels.cpu.calls.calls import run_function
-
     width = check_beams(logits, scores, finished, width, edits, out)
     if out is None:
         out = BeamCandidates.empty(len(scores), width, logits.device)

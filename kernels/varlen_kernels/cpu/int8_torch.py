@@ -6,14 +6,13 @@ AVX2, which sum two products in 16 bits: then codes have 7 bits.
 Source: the specification is `reference.linear_int8.linear_int8`; docs/operating/int8.md has measurements.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.calls.calls import run_function
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op import Function
 from varlen_kernels.op_table import DEQUANTIZE, DEQUANTIZE_INT32, QUANTIZE
 from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, Int8Weight
 
@@ -65,7 +64,7 @@ def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple
     codes = memory[: x.numel()].view(x.shape)
     factors = torch.empty(len(x), FACTORS)
     lowest = LOWEST_SIGNED if signed else 0
-    _run(QUANTIZE, (x, outliers, codes, factors), (levels, lowest))
+    run_function(QUANTIZE, (x, outliers, codes, factors), (levels, lowest))
     return codes.view(torch.int8) if signed else codes, factors
 
 
@@ -74,14 +73,8 @@ def _dequantize(sums: Tensor, factors: Tensor, layer: Int8Weight, out: Tensor | 
     if out is None:
         out = torch.empty(sums.shape)
     function = DEQUANTIZE_INT32 if sums.dtype == torch.int32 else DEQUANTIZE
-    _run(function, (sums, factors, layer.scale, layer.fp32_rows, out))
+    run_function(function, (sums, factors, layer.scale, layer.fp32_rows, out))
     return out
-
-
-def _run(function: Function, tensors: Sequence[Tensor], constants: Sequence[float] = ()) -> None:
-    from varlen_kernels.cpu.calls.calls import run_function
-
-    run_function(function, tensors, constants)
 
 
 def signed_sums(row_codes: Tensor, codes: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
-from varlen_kernels.cpu.calls.compiled_ops import compiled_form
+from varlen_kernels.cpu.calls.calls import compiled_form
 from varlen_kernels.op_table import OPS
 
 # Elements of a weight that are fp32 at one time: 4 MiB, which stay in the cache until they are multiplied.

@@ -163,9 +163,18 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_last_words(make):
 def test_labels_are_refused(make):
     folder = make(**SPANS)
     with Encoder.from_pretrained(folder, dtype="fp32", warmup_seconds=0) as encoder:
-        for labels in ([], [""], ["x"] * 3 + [7], "x", [f"label {n}" for n in range(257)]):
+        for labels in (
+            [],
+            [""],
+            ["x", " \n"],
+            ["x"] * 3 + [7],
+            "x",
+            [f"label {n}" for n in range(257)],
+        ):
             with refused_request("labels is"):
                 encoder.extract(["a"], labels)
+        with refused_request("inputs is one string; send a list of them"):
+            encoder.extract("the cat", ["x"])
         with refused_request(f"row 0: the label 'a {MARK}' holds the token {MARK}"):
             encoder.extract(["a"], [f"a {MARK}"])
         twice = encoder.extract(["the cat"], ["x", "y", "x"], threshold=0)
@@ -232,4 +241,6 @@ def test_a_word_without_tokens_is_read_at_the_token_before_it(shared_model):
     text = "the \x7f cat"
     with Encoder.from_pretrained(shared_model, dtype="fp32", warmup_seconds=0) as encoder:
         (row,) = encoder.extract([text], ["x"], threshold=0, flat_ner=False)
+        with refused_request("20 words and 1 labels have 5 tokens; allowed: a token for each"):
+            encoder.extract(["\x7f " * 20], ["x"])
     assert {text[each.start : each.end] for each in row} >= {"the", "cat"}

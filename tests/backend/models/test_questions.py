@@ -158,6 +158,7 @@ def test_wrong_options_are_refused(shared, options, message):
     [
         (("", "a"), "row 1: the question is empty; send a text"),
         (("a", ""), "row 1: the context is empty; send a text"),
+        ("a", "row 1: the context is missing; send a pair of two texts"),
         (("the " * 62, "a a"), "row 1: the question leaves 0 tokens for the context in a window"),
         (("a", "the " * 20_000), "row 1: the context has 20000 tokens, which are"),
     ],

@@ -146,6 +146,22 @@ def test_a_response_has_the_entities_of_each_text(small_bert):
     assert without["entities"].tolist() == [[b""], [b""]]
 
 
+def test_offsets_count_from_the_beginning_of_a_text_whose_beginning_is_cut(small_bert):
+    intake = Intake(Tokenizer(small_bert, 12), input_limits(max_text_bytes=100))
+    cut = {"aggregation_strategy": "simple", "truncate": True, "truncation_side": "left"}
+    text = np.array([[b"a " * 49 + b"b"]], dtype=np.object_)
+    maker = read(intake, cut, text=text)
+    logits = np.zeros((12, len(LABELS)), np.float32)
+    logits[:, 1] = 9
+
+    (row,) = maker.tensors([(0, logits)])["entities"][0]
+
+    assert [each["start"] for each in json.loads(row)] == list(range(80, 100, 2))
+    # of a longer one only the end would be read
+    with refused("row 0: text has 101 bytes"):
+        read(intake, cut, text=np.array([[b"a " * 50 + b"b"]], dtype=np.object_))
+
+
 def test_entities_need_single_texts_and_probabilities(small_bert):
     intake = Intake(Tokenizer(small_bert, 12), input_limits())
     text = np.array([[b"the cat"]], dtype=np.object_)

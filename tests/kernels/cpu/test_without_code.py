@@ -8,13 +8,13 @@ import torch
 
 from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.calls import compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.reference.logit_edits import EditLists, EditState
 from varlen_kernels.reference.rank_memory import rank_words
 
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
-    "varlen_kernels.cpu.calls.compiled_ops",
+    "varlen_kernels.cpu.calls.calls",
     "varlen_kernels.cpu.native.target_cpu",
     "varlen_kernels.cpu.native.threads",
 }
@@ -39,9 +39,9 @@ def without_code(request, monkeypatch):
     for name in filter(is_compiled, [*sys.modules]):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
-    compiled_ops.has_compiled_ops.cache_clear()
+    has_compiled_ops.cache_clear()
     yield
-    compiled_ops.has_compiled_ops.cache_clear()
+    has_compiled_ops.cache_clear()
 
 
 def calls():
@@ -111,7 +111,7 @@ def test_code_that_cannot_be_compiled_or_stored_counts_as_none(monkeypatch, capl
 
     monkeypatch.setattr("varlen_kernels.cpu.calls.calls.prepare", fail)
 
-    assert not compiled_ops.has_compiled_ops.__wrapped__()
+    assert not has_compiled_ops.__wrapped__()
     assert "No space left on device" in caplog.text
 
 
@@ -120,5 +120,5 @@ def test_one_line_of_the_log_says_so(without_code, caplog):
         for call in calls().values():
             call(cpu)
 
-    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu.calls.compiled_ops"]
+    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu.calls.calls"]
     assert "ops on CPUs are not compiled" in caplog.text

@@ -23,7 +23,13 @@ from varlen.memory.usage import Dims, Size, shapes_at
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import (
+    ALWAYS,
+    dtypes_of,
+    has_compiled_ops,
+    parts_of,
+    run_calls,
+)
 from varlen_kernels.cpu.native.threads import (
     ARGUMENTS,
     FUNCTION,
@@ -136,8 +142,6 @@ class CompiledProgram:
             lone: the cores that a lone batch may use.
             cores: number of cores of any other batch; None for the cores of the thread.
         """
-        from varlen_kernels.cpu.calls.calls import ALWAYS, run_calls
-
         program, dims = self._program, batch.dims
         given = cores
         if lone is not None:
@@ -276,8 +280,6 @@ def _bound(op: Op) -> list[tuple[Bound, str]]:
     row = OPS.get(op.kernel)
     if row is None or not row.calls:
         return []
-    from varlen_kernels.cpu.calls.calls import dtypes_of
-
     results = dict(zip(row.results, op.results, strict=False))
     found = []
     for bound in row.bound(row.named(op.operands, op.attributes) | results):
@@ -310,8 +312,6 @@ def _work(
 
 def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
     """Return the numbers of units and of parts of a function's work."""
-    from varlen_kernels.cpu.calls.calls import parts_of
-
     extents = []
     for tensor in call.bound.tensors:
         rows, columns = _extent(tensor)

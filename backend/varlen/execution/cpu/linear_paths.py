@@ -24,7 +24,7 @@ from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Program, Weights
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.products import can_pack, pack_weight
 
 _log = logging.getLogger(__name__)

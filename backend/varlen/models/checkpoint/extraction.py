@@ -27,10 +27,6 @@ Scored: TypeAlias = Literal["spans", "words"]
 # The token that stands for a word of several.
 Subtoken: TypeAlias = Literal["first", "last"]
 
-_SAVE_AGAIN = (
-    "; save the folder with the library gliner, which writes the encoder's configuration and tokenizer.json:"
-    ' GLiNER.from_pretrained("NAME").save_pretrained("FOLDER")'
-)
 _SCORED: Mapping[str, Scored] = {"markerV0": "spans", "token_level": "words"}
 _SUBTOKENS: Mapping[str, Subtoken] = {"first": "first", "last": "last"}
 _ENCODERS = ("deberta-v2", "modernbert", "bert")
@@ -149,7 +145,8 @@ def _read_encoder(config: Json) -> Json:
     if not isinstance(given, dict):
         raise CheckpointError(
             f"{CONFIG} has no encoder_config, only the name of a model"
-            f" ({show(config.get('model_name'))}){_SAVE_AGAIN}"
+            f" ({show(config.get('model_name'))}); save the folder with the library gliner, which writes the encoder's"
+            ' configuration and tokenizer.json: GLiNER.from_pretrained("NAME").save_pretrained("FOLDER")'
         )
     kind = given.get("model_type", "deberta-v2")
     if kind not in _ENCODERS:

@@ -1,14 +1,16 @@
-"""Runs compiled functions, one after another, in one call, on one thread or several.
+"""Runs the compiled functions of an op or a table, on one thread or several.
 
 Each function gets the address of its arguments and the range of units that it works on. Threads go through the same
 list. They take parts of a function's units until none is left, and go on when all parts are done. A thread waits only
 for parts that another one has begun, so a thread whose core is taken delays the others by one part at most.
+Where there is no LLVM, `machine_code` cannot be imported, and ops run their specification.
 """
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from math import prod
 from struct import Struct
 from threading import get_ident
@@ -19,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.calls.machine_code import address_of
+from varlen_kernels.cpu.native.target_cpu import named_level
 from varlen_kernels.cpu.native.threads import (
     ARGUMENTS,
     HELP_SECONDS,
@@ -27,8 +29,10 @@ from varlen_kernels.cpu.native.threads import (
     run_along,
     usable_cores,
 )
-from varlen_kernels.op import Bound, Extent, Function
+from varlen_kernels.op import Bound, Extent, Function, Op
 from varlen_kernels.op_table import OPS
+
+_log = logging.getLogger(__name__)
 
 Table: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -45,6 +49,73 @@ _PARTS = 4
 # The columns of a table before the arguments of a function.
 _HEAD = Struct("q" * ARGUMENTS)
 _NO_MEMORY = "too little memory for what an op computes with"
+
+
+@cache
+def has_compiled_ops() -> bool:
+    """Return whether ops run as machine code; else plain torch runs them, more slowly.
+
+    Code that is not stored is compiled when an op first needs it, which takes numba seconds.
+
+    Raises:
+        ValueError: the environment names a level of CPUs that does not exist.
+    """
+    named_level()
+    try:
+        prepare()
+    except Exception as error:
+        # LLVM or numba is absent or of another version, or no folder can hold compiled code
+        _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
+        return False
+    return True
+
+
+def compiled_form(op: Op) -> Callable[..., Any]:
+    """Return an op that runs compiled code, or its specification where no code is faster.
+
+    It raises TypeError where neither can run: only compiled code reads a weight in panels.
+    """
+    specification, runs = op.specification, op.runs
+    is_specified = specification.__name__ == op.name
+
+    @wraps(specification)
+    def run(*operands: Any, out: Any = None, **attributes: Any) -> Any:
+        if (runs is None or runs(operands, attributes)) and has_compiled_ops():
+            arguments = op.named(operands, attributes)
+            op.check_arguments(arguments, out)
+            results = _results_of(op, arguments, operands, out) if op.result else ()
+            arguments.update(zip(op.results, results, strict=False))
+            if run_functions(op.bound(arguments), is_needed=not is_specified):
+                if op.result is None:
+                    return None
+                if not results:
+                    # there is nothing to return but what it got
+                    return arguments[op.operands[0]]
+                return results[0] if len(results) == 1 else out or tuple(results)
+        if out is None:
+            return specification(*operands, **attributes)
+        return specification(*operands, **attributes, out=out)
+
+    return run
+
+
+def _results_of(
+    op: Op, arguments: dict[str, Any], operands: Sequence[Any], out: Any
+) -> Sequence[Tensor]:
+    """Return `out` as tensors, or new ones."""
+    if isinstance(out, tuple):
+        return out
+    wanted = op.result(arguments) if op.result else ()
+    if out is not None:
+        return [out][: len(wanted)]
+    # torch makes a tensor like another one in a third of the time
+    like = operands[0] if operands else None
+    return [
+        torch.empty_like(like)
+        if isinstance(like, Tensor) and like.dtype == dtype and like.shape == shape
+        else torch.empty(shape, dtype=dtype)
+        for shape, dtype in wanted
+    ]
 
 
 def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS, held: object = None) -> float:
@@ -96,7 +167,7 @@ def prepare() -> None:
         ImportError, RuntimeError, OSError: see `address_of`.
     """
     run_calls(np.zeros((0, ARGUMENTS), np.int64), 1)
-    address_of("run_shared")
+    _address_of("run_shared")
 
 
 class _Code(NamedTuple):
@@ -122,7 +193,7 @@ def _code_for(function: Function, dtypes: tuple[torch.dtype | None, ...]) -> _Co
     if entry is None:
         return None
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
-    address = address_of(entry)
+    address = _address_of(entry)
     return _Code(address, kind(address), widened)
 
 
@@ -232,7 +303,13 @@ def parts_of(units: int, multiplications: float, cores: int) -> int:
 def _compiled(name: str, arguments: int) -> Any:
     """Return a compiled function of whole numbers, which runs without the GIL."""
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)
-    return kind(address_of(name))
+    return kind(_address_of(name))
+
+
+def _address_of(name: str) -> int:
+    from varlen_kernels.cpu.calls.machine_code import address_of
+
+    return address_of(name)
 
 
 def run_op(

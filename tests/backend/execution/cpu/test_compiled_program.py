@@ -17,7 +17,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.native.threads import using_cores
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")

@@ -12,8 +12,7 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import int8_torch
 from varlen_kernels.cpu.calls import calls, entries
-from varlen_kernels.cpu.calls.calls import run_calls, run_op
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_calls, run_op
 from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
 from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, PARTS, UNITS, using_cores

@@ -13,7 +13,7 @@ from tests.checkpoints import save_checkpoint
 from varlen_kernels import cpu
 from varlen_kernels.cache_files import CacheError, CacheFolder
 from varlen_kernels.cpu.calls import entries, machine_code
-from varlen_kernels.cpu.calls.compiled_ops import has_compiled_ops
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.native.native import inlined
 from varlen_kernels.cpu.native.target_cpu import LEVELS, target_cpu
 from varlen_kernels.op_table import ENTRIES
