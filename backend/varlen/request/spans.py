@@ -21,7 +21,7 @@ DEFAULT_THRESHOLD = 0.5
 MAX_LABELS = 256
 MAX_LABEL_CHARACTERS = 512
 # Spans of a row whose scores exceed the threshold, before those that overlap are left out.
-MAX_CANDIDATES = 1 << 16
+MAX_CANDIDATES = 1 << 14
 LABELS_TEXT = (
     f"a list of 1 to {MAX_LABELS} strings with 1 to {MAX_LABEL_CHARACTERS} characters, none of them blank, or a text"
     " that holds one as JSON"
@@ -154,6 +154,7 @@ def _sigmoid(logits: Float32Array) -> Float32Array:
     return result
 
 
+_Places = npt.NDArray[np.intp]
 _Found = tuple[list[int], list[int], list[int], Float32Array]
 
 
@@ -172,29 +173,53 @@ def _of_words(scores: Float32Array, threshold: np.float32, row: int) -> _Found:
 
     The score of a span is the lowest of its beginning, its end and its words.
     """
-    starts, stops, insides = np.moveaxis(scores, 2, 0)
-    found: list[tuple[int, int, int, np.float32]] = []
+    starts, stops, insides = np.moveaxis(scores, 2, 0)  # [words, labels] each
+    words, count = starts.shape
     begins, labels = np.nonzero(starts > threshold)
-    for begin, label in zip(begins.tolist(), labels.tolist(), strict=True):
-        inside = insides[begin:, label]
-        below = np.flatnonzero(inside < threshold)
-        length = int(below[0]) if len(below) else len(inside)
-        lowest = np.minimum.accumulate(inside[:length])
-        lowest = np.minimum(
-            np.minimum(lowest, stops[begin : begin + length, label]), starts[begin, label]
-        )
-        ends = np.flatnonzero(stops[begin : begin + length, label] > threshold)
-        found += [(begin, begin + int(end), label, lowest[end]) for end in ends]
-        _check_count(len(found), row)
+    # [words, labels] the first word from each one on that is not inside
+    outside = np.where(insides < threshold, np.arange(words)[:, None], words)
+    limits = np.minimum.accumulate(outside[::-1], axis=0)[::-1]
+    is_end = stops > threshold
+    # [words + 1, labels] ends before each word
+    before = np.concatenate([np.zeros((1, count), np.intp), is_end.cumsum(axis=0)])
+    first = before[begins, labels]
+    each = before[limits[begins, labels], labels] - first
+    _check_count(int(each.sum()), row)
+    # ends of the first label, then of the next one
+    of_label = np.cumsum(before[-1]) - before[-1]
+    place = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+    place += np.repeat(of_label[labels] + first, each)
+    ends = np.nonzero(is_end.T)[1][place]
     # in the order of the library: by beginning, then by end
-    begins_, ends_, labels_, values = zip(*found, strict=True) if found else ((), (), (), ())
-    return list(begins_), list(ends_), list(labels_), np.array(values, np.float32)
+    begins, labels = np.repeat(begins, each), np.repeat(labels, each)
+    lowest = _lowest(insides, begins, ends, labels)
+    values = np.minimum(np.minimum(lowest, stops[ends, labels]), starts[begins, labels])
+    return begins.tolist(), ends.tolist(), labels.tolist(), values
+
+
+def _lowest(scores: Float32Array, begins: _Places, ends: _Places, labels: _Places) -> Float32Array:
+    """Return the lowest score of each span, given `[words, labels]`.
+
+    A span is two parts of a power of two of its words, which may overlap.
+    """
+    lowest = np.empty(len(begins), np.float32)
+    sizes, length = ends - begins + 1, 1
+    while len(scores):
+        of_length = np.flatnonzero((length <= sizes) & (sizes < 2 * length))
+        column = labels[of_length]
+        lowest[of_length] = np.minimum(
+            scores[begins[of_length], column], scores[ends[of_length] + 1 - length, column]
+        )
+        # [words - 2 · length + 1, labels] the lowest of twice as many words
+        scores = np.minimum(scores[:-length], scores[length:])
+        length *= 2
+    return lowest
 
 
 def _check_count(count: int, row: int) -> None:
     if count > MAX_CANDIDATES:
         raise RequestError(
-            f"row {row}: {count} spans or more have scores above the threshold; allowed: {MAX_CANDIDATES}. Send a"
+            f"row {row}: {count} spans have scores above the threshold; allowed: {MAX_CANDIDATES}. Send a"
             " higher threshold, or fewer labels"
         )
 

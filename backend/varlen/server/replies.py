@@ -172,7 +172,8 @@ class ServerReply:
         """Send what is ready, and ask whether the client is still there. Never raises."""
         try:
             self._advance()
-        except Exception as error:
+        # also a panic of the tokenizers library, which is no Exception and would end the thread
+        except BaseException as error:
             if not isinstance(error, VarlenError):
                 _log.exception("a response could not be built or sent")
                 error = EngineError("the response could not be sent; the server's log says why")

@@ -36,6 +36,8 @@ DEFAULT_MAX_ROWS = 64
 _MIN_TIMEOUT_MICROSECONDS = 1000
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
+# Labels of a probe that has none.
+_PROBE_LABELS = ("a",)
 # Each name that is not ours is compared with all that are.
 _MAX_NAMES = 100
 # A name of ours with so few letters is another one with any other letter: top_k and top_n.
@@ -76,6 +78,9 @@ def read_request(
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
     if outputs.task == "extract":
+        if given.probe and given.labels is None:
+            # one request probes models of every task
+            given = replace(given, labels=_PROBE_LABELS)
         texts = _labelled_texts(tensors, given, intake)
         answer = answer.with_spans(tuple(texts), given, outputs)
         steps = intake.extraction_steps(

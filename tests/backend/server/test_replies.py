@@ -244,10 +244,17 @@ def test_a_final_response_that_cannot_be_sent_is_not_tried_again(start, stats):
     assert stats.drain().outcomes == {"failed": 1}
 
 
+class Panic(BaseException):
+    """Stands in for a panic of the tokenizers library."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, Panic])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_response_that_cannot_be_built_is_an_error_without_details(start, pb_utils, stream):
+def test_a_response_that_cannot_be_built_is_an_error_without_details(
+    start, pb_utils, stream, error
+):
     def fail(outputs):
-        raise ZeroDivisionError("secret")
+        raise error("secret")
 
     request, reply = start(answer=SimpleNamespace(streams=stream, num_bytes=0, tensors=fail))
 

@@ -53,6 +53,12 @@ def test_an_answer_has_the_spans_of_the_encoder(encoder):
     assert tensors["spans"][1].tolist() == [b""] * count
 
 
+def test_a_probe_needs_no_labels(encoder):
+    _, form, _ = read(encoder, probe=True)
+
+    assert form.spans.labels == ("a",)
+
+
 @pytest.mark.parametrize(
     "parameters, message",
     [
