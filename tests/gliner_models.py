@@ -9,6 +9,7 @@ transformers of these tests. Sources: `modeling/base.py`, `layers.py`, `span_rep
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,9 +18,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from torch import nn
 
-from tests.checkpoints import LETTERS, SPECIAL_TOKENS, WEIGHTS, save_checkpoint, write_file
+from tests.checkpoints import (
+    LETTERS,
+    SPECIAL_TOKENS,
+    WEIGHTS,
+    save_checkpoint,
+    set_fields,
+    write_file,
+)
 
-MARK, SEPARATOR = "<<ENT>>", "<<SEP>>"
+FIRST_ADDED, MARK, SEPARATOR = "[FLERT]", "<<ENT>>", "<<SEP>>"
 PREFIX = "token_rep_layer.bert_layer.model."
 WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
 KINDS = {"DebertaV2Model": "deberta-v2", "ModernBertModel": "modernbert", "BertModel": "bert"}
@@ -37,9 +45,10 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
     """
     folder = Path(folder)
     vocabulary = len(SPECIAL_TOKENS) + len(LETTERS)
-    made = save_checkpoint(folder / "encoder", kind, vocab_size=vocabulary + 2, **(encoder or {}))
+    made = save_checkpoint(folder / "encoder", kind, vocab_size=vocabulary + 3, **(encoder or {}))
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (MARK, SEPARATOR)])
+    added = [AddedToken(text, special=True) for text in (FIRST_ADDED, MARK, SEPARATOR)]
+    tokenizer.add_special_tokens(added)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
     write_file(
@@ -54,8 +63,8 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
         "max_len": 30,
         "num_rnn_layers": 1,
         "span_mode": "markerV0",
-        "class_token_index": vocabulary,
-        "vocab_size": vocabulary + 2,
+        "class_token_index": vocabulary + 1,
+        "vocab_size": vocabulary + 3,
         "ent_token": MARK,
         "sep_token": SEPARATOR,
         "encoder_config": config,
@@ -72,6 +81,30 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
     # transformers names no pooler of an encoder that gliner has
     save_file(tensors | head.state_dict(), folder / WEIGHTS)
     return folder
+
+
+def publish(folder, hub, **fields):
+    """Save a model as it is at the hub, and the model of its encoder.
+
+    Returns:
+        Both folders, `org/gliner` and `org/base` below `hub`.
+
+    Args:
+        folder: a saved model.
+        hub: may not exist yet.
+        fields: fields of gliner_config.json that differ.
+    """
+    published, base = hub / "org/gliner", hub / "org/base"
+    published.mkdir(parents=True)
+    settings = json.loads((folder / "gliner_config.json").read_text())
+    del settings["encoder_config"], settings["class_token_index"], settings["vocab_size"]
+    write_file(published, "gliner_config.json", {**settings, "model_name": "org/base", **fields})
+    torch.save(load_file(folder / WEIGHTS), published / "pytorch_model.bin")
+    shutil.copytree(folder / "encoder", base)
+    # rows that no token has, and a class with a head
+    set_fields(base, "config.json", vocab_size=999, architectures=["DebertaV2ForMaskedLM"])
+    write_file(base, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return published, base
 
 
 def projection(features, out=None):

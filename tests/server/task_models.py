@@ -8,6 +8,7 @@ from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
 from tests.checkpoints import KIND_OF_TASK, WORDS, add_mask, save_checkpoint, set_fields
+from tests.gliner_models import save_gliner
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_tools.fetch import fetch
 from varlen_tools.model_config import Inputs
@@ -22,6 +23,7 @@ TASK_MODELS: Mapping[str, Task] = {
     "reranker": "rerank",
     "entities": "token_classify",
     "colbert": "token_embed",
+    "pii": "extract",
     "tiny_gpt2": "generate",
     "tiny_dates": "translate",
 }
@@ -36,6 +38,8 @@ _KINDS = {
 def save_task_model(folder: Path, name: str) -> Path:
     """Save the checkpoint of a model in `TASK_MODELS` below `folder`, and return its own folder."""
     task = TASK_MODELS[name]
+    if task == "extract":
+        return save_gliner(folder / name, max_len=384)
     words = {} if task in ITERATIVE_TASKS else {"words": WORDS}
     # enough positions for the 128 bytes of a random text of perf_analyzer
     positions = {"max_position_embeddings": 160} if task == "translate" else {}

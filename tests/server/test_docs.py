@@ -27,6 +27,7 @@ TASK_PAGES = (
     "sparse",
     "late_interaction",
     "masks",
+    "extraction",
     "generation",
     "translation",
     "gateway",
@@ -141,6 +142,7 @@ def test_python_runs(block, server, gateway, repository):
         if package in block.code:
             pytest.importorskip(package)
     code = at(server, gateway, block.code).replace("model_repository/", f"{repository}/")
+    code = code.replace('"./pii"', f'"{repository}/pii/1"')
 
     exec(compile(code, str(block), "exec"), {})
 

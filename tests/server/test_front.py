@@ -22,6 +22,7 @@ SHOWN = {
     "classify": "LABEL_1",
     "token_classify": '"data": [',
     "fill_mask": "no route for its task",
+    "extract": "Labels, one a line",
     "translate": "completions",
     "generate": "completions",
 }

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
+from tests.gliner_models import Gliner, save_gliner, thresholds_of
 from tests.question_pipeline import QuestionPipeline
 from tests.rerank_forms import PAIRS, expected_scores, save_reranker
 from varlen_client import Client, InvalidRequest, ServerError
@@ -212,6 +213,33 @@ def test_answers_to_questions_are_those_of_the_pipeline(server, repository, tmp_
         with pytest.raises(InvalidRequest, match="the context is empty; send a text"):
             client.question_answer([("a", "")])
     unload(server, name)
+
+
+def test_spans_are_those_of_the_library(server, repository, tmp_path, url):
+    name = f"gliner_{url.partition(':')[0]}"
+    folder = save_gliner(tmp_path / "gliner")
+    add_model(repository, name, folder, response_cache_bytes="1000000")
+    oracle, labels = Gliner(folder), ["person name", "x"]
+    texts = [*TEXTS, "the \U0001f600 cat"]
+    assert load(server, name) is None
+    try:
+        with Client(url, name) as client:
+            for form in ({}, {"flat_ner": False, "multi_label": True}):
+                for limit in thresholds_of(oracle, texts, labels):
+                    rows = client.extract([*texts, ""], labels=labels, threshold=limit, **form)
+                    found = [[(e.start, e.end, e.text, e.label) for e in row] for row in rows]
+                    expected = [
+                        oracle.entities(text, labels, threshold=limit, **form) for text in texts
+                    ]
+                    assert found == [*([e[:4] for e in row] for row in expected), []]
+            # arrays without elements
+            assert client.extract(texts, labels=labels, threshold=1) == [[]] * len(texts)
+            with pytest.raises(InvalidRequest, match="the request has no labels; send the para"):
+                client.extract(texts)
+            with pytest.raises(InvalidRequest, match=r'labels is "\[\]"; allowed: a list of 1'):
+                client.extract(texts, labels=[])
+    finally:
+        unload(server, name)
 
 
 def test_labels_of_a_request_are_those_of_the_pipeline(server, repository, tmp_path, url):

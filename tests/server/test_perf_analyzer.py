@@ -21,6 +21,8 @@ FEW_REQUESTS = 10
 # perf_analyzer asks a model that may stream only in this way.
 STREAM = ("-i", "grpc", "--async", "--streaming")
 BOTH = (("-i", "grpc"), ("-i", "http"))
+# Ways to ask some models. It sends parameters of requests over gRPC only.
+WAYS = dict.fromkeys(("tiny_gpt2", "tiny_dates", "only_prompts"), (STREAM,)) | {"pii": BOTH[:1]}
 PROMPTS = ("--input-data", "prompts.json")
 
 # Models with inputs of one kind, beside `TASK_MODELS`: token ids, prompts that stream, and
@@ -29,12 +31,12 @@ ONE_KIND = ("only_ids", "only_prompts", "only_sources")
 # Options by model, beside its protocols. Random texts hold no mask, and random integers are no token ids.
 DATA = {
     "bert": ("--string-data", "the [MASK]"),
+    "pii": ("--request-parameter", 'labels:["person"]:string'),
     "only_ids": ("--input-data", "ids.json"),
     # options and messages are inputs, for which there is no random data
     "tiny_gpt2": PROMPTS,
     "tiny_dates": PROMPTS,
 }
-STREAMING = ("tiny_gpt2", "tiny_dates", "only_prompts")
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +68,7 @@ def test_a_model_of_each_task_answers_what_perf_analyzer_makes(models, tmp_path)
     rows = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}]
     (tmp_path / "ids.json").write_text(json.dumps({"data": rows}))
     names = (*TASK_MODELS, *ONE_KIND)
-    calls = [
-        (name, protocol)
-        for name in names
-        for protocol in ((STREAM,) if name in STREAMING else BOTH)
-    ]
+    calls = [(name, protocol) for name in names for protocol in WAYS.get(name, BOTH)]
 
     def run(call: tuple[str, tuple[str, ...]]) -> str:
         name, protocol = call
@@ -84,6 +82,7 @@ def test_a_model_of_each_task_answers_what_perf_analyzer_makes(models, tmp_path)
     assert errors == dict.fromkeys(calls, "")
     assert {task for name, task in TASK_MODELS.items() if name in DATA} == {
         "fill_mask",
+        "extract",
         *ITERATIVE_TASKS,
     }
     for name in names:

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from typer.testing import CliRunner
 
+from tests.backend.models import stated
 from tests.checkpoints import (
     WEIGHTS,
     change_tensors,
@@ -233,6 +235,22 @@ def test_a_first_release_is_compared_with_transformers_own_model(tmp_path):
     report = agreeing(folder)
 
     assert report["findings"]["family"] == "gte"
+
+
+@pytest.mark.parametrize("task", ["hidden", "embed"])
+def test_a_model_that_no_library_has_is_not_compared(tmp_path, task):
+    folder = save_checkpoint(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["JinaBertModel"], "position_embedding_type": "alibi"}
+    config |= {"feed_forward_type": "geglu", "hidden_act": "gelu"}
+    stated.JinaBertModel(transformers.BertConfig(**config)).save_pretrained(folder)
+    write_file(folder, "config.json", config)
+
+    report = report_of(folder, "--set", f"task={task}")
+
+    assert report["verdict"] == "not compared"
+    remark = report["examination"]["comparisons"][-1]["remark"]
+    assert remark.startswith("transformers has no model of this form: the checkpoint lacks")
 
 
 def test_a_difference_is_shown_and_fails(encoder, monkeypatch):

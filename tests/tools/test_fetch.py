@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.checkpoints import (
     WEIGHTS,
@@ -676,9 +677,7 @@ def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder, repository):
     assert weights.read_bytes() == (encoder / "model.safetensors").read_bytes()
 
 
-def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_them(
-    hub, repository
-):
+def test_pickled_weights_on_the_hub_are_refused_with_the_option_that_converts_them(hub, repository):
     hub.left_out = (WEIGHTS,)
     hub.files = [".gitattributes", "config.json", "optimizer.pt", "pytorch_model.bin"]
 
@@ -687,8 +686,7 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
 
     assert str(refusal.value).endswith(
         "org/tiny has pickled weights (pytorch_model.bin), which are not read: a pickle may run code; convert them,"
-        " which reads only tensors: hf download org/tiny --revision v1 --local-dir DIR"
-        " && varlen convert-pickle DIR, then fetch DIR"
+        " which reads only tensors, with the option --convert-pickle"
     )
     nothing_is_left_over(repository)
 
@@ -712,9 +710,35 @@ def test_a_pickled_module_on_the_hub_is_refused_too(encoder, hub, repository):
         "pytorch_model.bin",
     ]
 
-    command = "varlen convert-pickle DIR/2_Dense, then fetch DIR$"
-    with pytest.raises(FetchError, match=f"weights \\(2_Dense/pytorch_model.bin\\), .*{command}"):
+    with pytest.raises(FetchError, match=r"\(2_Dense/pytorch_model.bin\), .* --convert-pickle$"):
         fetch("org/tiny", repository=repository)
+
+
+def test_pickled_weights_and_modules_are_converted_if_asked_for(encoder, hub, repository):
+    write_file(encoder, "modules.json", WITH_DENSE)
+    sizes = {"in_features": 16, "out_features": 4, "bias": False}
+    write_file(encoder, "2_Dense/config.json", sizes)
+    torch.save({"linear.weight": torch.ones(4, 16)}, encoder / "2_Dense/pytorch_model.bin")
+    torch.save(load_file(encoder / WEIGHTS), encoder / "pytorch_model.bin")
+    (encoder / WEIGHTS).unlink()
+    names = {str(path.relative_to(encoder)) for path in encoder.rglob("*") if path.is_file()}
+    hub.files = [*names, "onnx/model.bin"]
+
+    for source in ("org/tiny", str(encoder)):
+        target = fetch(source, repository=repository, name="m", convert_pickles=True, force=True)
+        assert Checkpoint.open(target / "1").embedding_size == 4
+        assert not list(target.rglob("*.bin"))
+
+    assert {*hub.asked["allow_patterns"]} >= {"pytorch_model.bin", "2_Dense/pytorch_model.bin"}
+    assert "onnx/model.bin" not in hub.asked["allow_patterns"]
+    # the source stays as it is
+    assert names == {
+        str(path.relative_to(encoder)) for path in encoder.rglob("*") if path.is_file()
+    }
+    (encoder / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(FetchError, match="pytorch_model.bin holds more than tensors"):
+        fetch(str(encoder), repository=repository, name="n", convert_pickles=True)
+    nothing_is_left_over(repository)
 
 
 def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):

@@ -1,9 +1,11 @@
 """tokenizer.json made of older files gives the token ids of the tokenizer that wrote them."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import DebertaV2Converter
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from tests.checkpoints import save_checkpoint, set_fields
@@ -208,6 +210,63 @@ def test_a_sentencepiece_model_gives_the_pieces_of_the_original(
         known = [each if original.piece_to_id(each) else "<unk>" for each in pieces]
         expected = original.encode(text, out_type=str)
         assert known == [each if original.piece_to_id(each) else "<unk>" for each in expected]
+
+
+@pytest.fixture
+def deberta(tmp_path, sentencepiece):
+    """Return a folder with the files of DeBERTa-v3 at the hub, and its SentencePiece model."""
+    folder = save_checkpoint(tmp_path / "old", "DebertaV2Model")
+    (folder / "tokenizer.json").unlink()
+    tokens = {f"{name}_id": number for number, name in enumerate(("pad", "bos", "eos", "unk"))}
+    pieces = zip(("pad", "bos", "eos", "unk"), ("[PAD]", "[CLS]", "[SEP]", "[UNK]"), strict=True)
+    tokens |= {f"{name}_piece": piece for name, piece in pieces}
+    return folder, train(sentencepiece, folder, "spm.model", user_defined_symbols=["<n>"], **tokens)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"do_lower_case": True}, {"split_by_punct": True}], ids=lambda each: str([*each])
+)
+def test_the_model_of_deberta_keeps_its_rules(deberta, fields):
+    folder, original = deberta
+    set_fields(folder, "tokenizer_config.json", vocab_type="spm", **fields)
+    slow = SimpleNamespace(
+        vocab_file=str(folder / "spm.model"),
+        convert_tokens_to_ids=original.piece_to_id,
+        **{"do_lower_case": False, "split_by_punct": False, "add_prefix_space": True, **fields},
+    )
+    converted = DebertaV2Converter(slow).converted()
+
+    made = make_tokenizer(folder)
+
+    samples = [
+        *SAMPLES,
+        "\ufb01ne\u3000\uff46\uff55\uff4c\uff4c width",
+        "a<n>b [MASK] [SEP]",
+        "\uff21\uff0cb; c",
+    ]
+    converted.add_special_tokens(["[MASK]"])
+    assert made.sources == ("spm.model",)
+    assert ids(made.tokenizer, samples) == ids(converted, samples)
+    assert made.tokenizer.token_to_id("[MASK]") == original.get_piece_size()
+    pair = made.tokenizer.encode("the cat", "a river")
+    assert pair.type_ids == converted.encode("the cat", "a river").type_ids
+    for text in samples[:-2] if not fields else []:
+        pieces = made.tokenizer.encode(text, add_special_tokens=False).ids
+        assert [each for each in pieces if each != 3] == [
+            each for each in original.encode(text) if each != 3
+        ]
+
+
+def test_a_model_of_deberta_without_special_tokens_is_refused(tmp_path, sentencepiece):
+    folder = save_checkpoint(tmp_path / "old", "DebertaV2Model")
+    (folder / "tokenizer.json").unlink()
+    train(sentencepiece, folder, "spm.model")
+
+    with pytest.raises(ConversionError, match=r"spm.model lacks \[CLS\], \[SEP\] or the piece of"):
+        make_tokenizer(folder)
+    (folder / "spm.model").write_bytes(b"no model")
+    with pytest.raises(ConversionError, match="spm.model is damaged"):
+        make_tokenizer(folder)
 
 
 def test_a_conversion_that_splits_texts_in_another_way_is_refused(tmp_path, sentencepiece):

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.checkpoints import write_file
@@ -79,6 +81,19 @@ def test_a_checkpoint_is_fetched_once_per_content_and_settings(encoder, cache):
 
     _, said = find([encoder], fetching(force=True, policy="fifo"))
     assert said == [f"fetching {encoder} into {folder}"]
+
+
+def test_pickled_weights_are_converted_if_asked_for(encoder):
+    torch.save(load_file(encoder / "model.safetensors"), encoder / "pytorch_model.bin")
+    (encoder / "model.safetensors").unlink()
+
+    with pytest.raises(ServeError, match="pytorch_model.bin"):
+        find([encoder], fetching())
+    [folder], _ = find([encoder], Fetching(None, {}, convert_pickles=True))
+
+    assert (folder / "1/model.safetensors").is_file()
+    # the model is there
+    assert find([encoder], fetching())[1] == [f"{encoder} is in {folder}; --force fetches it again"]
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])

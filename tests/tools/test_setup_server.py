@@ -83,6 +83,7 @@ def test_what_an_interrupted_run_left_is_built_over(project):
     assert json.loads((project / "server/stamp.json").read_text())["layout"] == setup_server.LAYOUT
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_a_failed_run_leaves_the_old_kit_in_place(project, monkeypatch):
     assemble(project / "server", project / "bin")

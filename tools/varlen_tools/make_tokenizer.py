@@ -1,7 +1,7 @@
 """Makes tokenizer.json of the older files that some checkpoints have in its place.
 
-Marian's files are converted by code of our own, all others by transformers, if it is installed. The library
-SentencePiece checks what is made of its models: transformers 5.23 leaves rules of normalization out for some classes.
+Files of Marian and DeBERTa are converted by code of our own, all others by transformers, if it is installed. The
+library SentencePiece checks the results of transformers: 5.23 leaves rules of normalization out for some classes.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from tokenizers import Tokenizer
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file
+from varlen_tools.deberta_tokenizer import MODEL, convert_deberta, has_deberta_files
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
 from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
 from varlen_tools.sentencepiece_model import SentencePieceError
 
 # Names of SentencePiece models.
-SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
+SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", MODEL, "tokenizer.model")
 # Files that are read to make tokenizer.json, and are not served.
 SOURCE_FILES = ("source.spm", *SENTENCEPIECE)
 # Packages that a conversion needs.
@@ -45,11 +46,13 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
     if has_file(folder, TOKENIZER):
         return None
     _check_files(folder)
-    if has_marian_files(folder):
-        try:
+    try:
+        if has_marian_files(folder):
             return MadeTokenizer(convert_marian(folder), ("source.spm", "vocab.json"))
-        except SentencePieceError as error:
-            raise ConversionError(str(error)) from None
+        if has_deberta_files(folder):
+            return MadeTokenizer(convert_deberta(folder), (MODEL,))
+    except (CheckpointError, SentencePieceError) as error:
+        raise ConversionError(str(error)) from None
     pieces = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
     if pieces is not None:
         _check_packages(_NEEDED_FOR_SENTENCEPIECE, pieces)

@@ -95,10 +95,11 @@ def _read_vocabulary(folder: Path) -> Mapping[str, int]:
 
 def _scored(vocabulary: Mapping[str, int], model: UnigramModel) -> list[tuple[str, float]]:
     """Return each token and its score, in the order of ids."""
+    scores = model.scores
 
     def score(token: str) -> float:
-        if token in model.scores:
-            return model.scores[token]
+        if token in scores:
+            return scores[token]
         return _TARGET_CHARACTER if len(token) == 1 else _TARGET_PIECE
 
     return [(token, score(token)) for token in sorted(vocabulary, key=vocabulary.__getitem__)]

@@ -5,6 +5,7 @@ Source: sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
 """
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import read_bytes
 
 # Types of a piece, and the type of a model; numbers of the file format.
-_NORMAL, _UNKNOWN, _CONTROL, _UNUSED = 1, 2, 3, 5
-_KINDS = (_NORMAL, _UNKNOWN, _CONTROL, _UNUSED)
+NORMAL, UNKNOWN, CONTROL, USER, _UNUSED = 1, 2, 3, 4, 5
+_KINDS = (NORMAL, UNKNOWN, CONTROL, _UNUSED)
 _UNIGRAM = 1
 # Wire types of protobuf, and the sizes of two of them.
 _VARINT, _BYTES = 0, 2
@@ -25,22 +26,44 @@ class SentencePieceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a model.
+
+    Attributes:
+        score: log probability.
+        kind: its type, such as `NORMAL`.
+    """
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnigramModel:
     """A unigram model.
 
     Attributes:
-        scores: log probability of each piece that texts are split into.
+        pieces: all pieces, in the order of their ids.
         charsmap: compiled rules that normalize characters; empty without rules.
         splits_words: whether no piece spans a space.
     """
 
-    scores: dict[str, float]
+    pieces: tuple[Piece, ...]
     charsmap: bytes
     splits_words: bool
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """Log probability of each piece that texts are split into."""
+        return {each.text: each.score for each in self.pieces if each.kind == NORMAL}
 
-def read_unigram_model(path: Path) -> UnigramModel:
+
+def read_unigram_model(path: Path, kinds: Collection[int] = _KINDS) -> UnigramModel:
     """Return the model in a file.
+
+    Args:
+        kinds: types of pieces that the caller converts.
 
     Raises:
         SentencePieceError: it is damaged, or a model of another kind.
@@ -48,14 +71,14 @@ def read_unigram_model(path: Path) -> UnigramModel:
     try:
         fields = _read_fields(read_bytes(path.parent, path.name))
         trainer, normalizer = (_read_fields(_last_bytes(fields, field)) for field in (2, 3))
-        pieces = [_read_piece(data) for field, data in fields if field == 1]
+        pieces = tuple(_read_piece(data) for field, data in fields if field == 1)
     except CheckpointError as error:
         raise SentencePieceError(str(error)) from None
     except (IndexError, TypeError, UnicodeDecodeError, struct.error) as error:
         raise SentencePieceError(f"{path.name} is damaged: {error}") from None
     if _last_int(trainer, 3, _UNIGRAM) != _UNIGRAM:
         raise SentencePieceError(f"{path.name} is not a unigram model; no other kind is converted")
-    has_others = any(kind not in _KINDS for _, _, kind in pieces)
+    has_others = any(each.kind not in kinds for each in pieces)
     # a space before the text; no double spaces; ▁ for a space
     flags = [_last_int(normalizer, field, 1) for field in (3, 4, 5)]
     if has_others or _last_int(trainer, 24, 0) or not all(flags):
@@ -63,19 +86,18 @@ def read_unigram_model(path: Path) -> UnigramModel:
             f"{path.name} has pieces of bytes or of users, or keeps spaces; such models are not converted"
         )
     return UnigramModel(
-        scores={piece: score for piece, score, kind in pieces if kind == _NORMAL},
+        pieces=pieces,
         charsmap=_last_bytes(normalizer, 2),
         splits_words=bool(_last_int(trainer, 22, 1)),
     )
 
 
-def _read_piece(data: int | bytes) -> tuple[str, float, int]:
-    """Return text, score and type of a piece."""
+def _read_piece(data: int | bytes) -> Piece:
     if isinstance(data, int):
         raise TypeError("a piece is no message")
     fields = _read_fields(data)
     (score,) = struct.unpack("<f", _last_bytes(fields, 2) or bytes(4))
-    return _last_bytes(fields, 1).decode(), score, _last_int(fields, 3, _NORMAL)
+    return Piece(_last_bytes(fields, 1).decode(), score, _last_int(fields, 3, NORMAL))
 
 
 def _read_fields(data: bytes) -> list[tuple[int, int | bytes]]:

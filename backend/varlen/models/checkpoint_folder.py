@@ -54,7 +54,7 @@ from varlen.models.checkpoint.tokenizer_files import (
 )
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
-from varlen.models.checkpoint.weights import read_headers
+from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part
 from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task
@@ -365,6 +365,8 @@ class Checkpoint:
                 )
             check_generation(self.folder)
         headers = read_headers(self.weights_folder)
+        if self.adapter is not None:
+            check_factors(headers, self.adapter)
         family.check_tensors(headers, self.config, self.head, self._load_extraction)
         if TASKS[task].needs_masked_lm:
             assert self.masked_lm is not None
@@ -423,6 +425,11 @@ def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
 def _read_config(given: Json, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
     """Return config.json without the fields that are ignored, once the others are checked."""
     check_unquantized(given)
+    if first_name(given.get("architectures")) == STANFORD_ARCHITECTURE:
+        raise CheckpointError(
+            "config.json has the architecture HF_ColBERT, that of the first release; convert the checkpoint with"
+            " sentence-transformers: MultiVectorEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
     by_setting = tuple(name for name in ignore if name in given)
     kept = text_part(without(given, by_setting))
     config = to_native(kept)
@@ -474,11 +481,6 @@ def _masked_lm(config: Json, family: Family[object], architecture: str) -> Maske
 
 def _architecture(config: Json, family: Family[object]) -> str:
     name = first_name(config.get("architectures") or list(family.architectures))
-    if name == STANFORD_ARCHITECTURE:
-        raise CheckpointError(
-            "config.json has the architecture HF_ColBERT, that of the first release; convert the checkpoint with"
-            " sentence-transformers: MultiVectorEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
-        )
     if not isinstance(name, str) or name not in family.architectures:
         allowed = ", ".join(family.architectures)
         raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')

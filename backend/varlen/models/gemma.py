@@ -78,12 +78,13 @@ class Options:
     has_head_norms: bool = False
 
 
+_SCORE_CAP = "attn_logit_softcapping"
 _WINDOW_FIELDS = frozenset(
-    "attn_logit_softcapping final_logit_softcapping layer_types query_pre_attn_scalar sliding_window".split()
+    "final_logit_softcapping layer_types query_pre_attn_scalar sliding_window".split()
 )
 OPTIONS: Mapping[str, Options] = {
     "gemma": Options(activation_field="hidden_act", has_post_norms=False),
-    "gemma2": Options(_WINDOW_FIELDS, every=2, score_cap=50.0, logit_cap=30.0),
+    "gemma2": Options(_WINDOW_FIELDS | {_SCORE_CAP}, every=2, score_cap=50.0, logit_cap=30.0),
     "gemma3_text": Options(
         _WINDOW_FIELDS | {_BOTH_WAYS, "rope_local_base_freq", "sliding_window_pattern"},
         every=6,
@@ -192,7 +193,7 @@ class GemmaConfig(declare.ConfigFields):
         lambda config: _read_score_scale(config, read_heads(config, _HEAD_DIM))
     )
     score_cap: float = declare.computed(
-        lambda config: _read_cap(config, "attn_logit_softcapping", _options(config).score_cap)
+        lambda config: _read_cap(config, _SCORE_CAP, _options(config).score_cap)
     )
     logit_cap: float = declare.computed(
         lambda config: _read_cap(config, "final_logit_softcapping", _options(config).logit_cap)
@@ -336,11 +337,15 @@ def text_part(config: Json) -> Json:
         raise CheckpointError(
             f'config.json has text_config {show(text)}; allowed: an object with model_type "gemma3_text"'
         )
-    of_image = ("text_config", "vision_config", "mm_tokens_per_image", "initializer_range")
+    of_image = {"text_config", "vision_config", "mm_tokens_per_image", "initializer_range"}
+    # transformers reads them in text_config only
+    of_text = (
+        GemmaConfig.names() | OPTIONS["gemma3_text"].fields | {"hidden_activation", "is_causal"}
+    )
     own = {
         name: value
         for name, value in config.items()
-        if name not in of_image and not name.endswith(("_token_index", "_token_id"))
+        if name not in of_image | of_text and not name.endswith(("_token_index", "_token_id"))
     }
     ends = {} if config.get("eos_token_id") is None else {"eos_token_id": config["eos_token_id"]}
     names = config.get("architectures")
@@ -353,7 +358,10 @@ def text_part(config: Json) -> Json:
 
 def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) -> Family[Llama]:
     options = OPTIONS[model_type]
-    no_window = {} if _BOTH_WAYS in options.fields else {_BOTH_WAYS: False}
+    fixed: dict[str, object] = {} if _BOTH_WAYS in options.fields else {_BOTH_WAYS: False}
+    if model_type == "gemma3_text":
+        # transformers has the field and ignores it
+        fixed[_SCORE_CAP] = None
     other = {"hidden_act", "hidden_activation"} - {options.activation_field}
     return Family(
         architectures={
@@ -364,9 +372,9 @@ def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) ->
         heads=heads,
         fields=kind_fields.DECODER.plus(
             GemmaConfig.names() | options.fields | {options.activation_field},
-            # transformers reads one of two names of the activation; how long its table of positions is
+            # transformers reads one of two names of the activation, and of the pattern the one without "_"
             {*other, "_sliding_window_pattern"},
-            no_window,
+            fixed,
         ),
         read_sizes=GemmaConfig.read,
         load=load,

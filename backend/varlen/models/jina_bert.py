@@ -32,11 +32,12 @@ _NORMED = LayerNames(
     second_norm="layer_norm_1",
 )
 
-
+# Beginning of the names of its architectures, which tells it from BERT.
+CLASS_NAME = "JinaBert"
 FAMILY: Family[PostNormEncoder] = replace(
     replace(
         BERT,
-        class_name="JinaBert",
+        class_name=CLASS_NAME,
         layer=_PLAIN,
         other_layer=_NORMED,
         has_alibi=True,
@@ -46,5 +47,3 @@ FAMILY: Family[PostNormEncoder] = replace(
     # norms over the features of all heads, and slopes of each
     is_divisible=False,
 )
-# Its architectures, which tell it from BERT.
-ENCODERS = dict.fromkeys(FAMILY.architectures, FAMILY)

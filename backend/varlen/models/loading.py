@@ -162,8 +162,8 @@ def _load(
             "pipeline_parallel is above 1" if rank == ALONE else f"tensor_parallel is {rank.size}"
         )
         raise ConfigError(
-            f"{setting}; the model_type {checkpoint.config['model_type']} runs in one process;"
-            f" allowed are {', '.join(names)}"
+            f"{setting}; a {checkpoint.architecture} runs in one process; allowed are most classes of"
+            f" {', '.join(names)}"
         )
     with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)

@@ -251,7 +251,7 @@ class PostNormFamily:
         unused = (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")
         return (
             name in _OTHER_HEADS
-            or (self.has_adapters and adapters.is_factor(name))
+            or (self.has_adapters and adapters.weight_of_factor(name) is not None)
             or name.startswith(self.pretraining)
             or name in {f"{prefix}{each}" for each in unused}
         )

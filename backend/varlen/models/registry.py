@@ -54,11 +54,19 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "eurobert": eurobert.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
-# By their architecture, encoders that share a `model_type` with another family.
-ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {**t5.ENCODERS, **jina_bert.ENCODERS}
+# By the beginning of their architecture, encoders that share a `model_type` with another family.
+ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {
+    **t5.ENCODERS,
+    jina_bert.CLASS_NAME: jina_bert.FAMILY,
+}
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
 
+# Models of other libraries, by the `model_type` that these write, and what to take instead.
+OTHER_LIBRARIES: Mapping[str, str] = {
+    "extractor": "a model of GLiNER2, which is not served: take one of GLiNER, such as those of GLiNER v2.1, whose"
+    " folders have gliner_config.json"
+}
 
 # What makes config.json of the text part of a multimodal model, by its `model_type`.
 TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
@@ -86,11 +94,15 @@ def family_of(config: Json) -> Family[object]:
     if name == STATIC:
         # no config.json of a library has this name
         return static.FAMILY
+    if isinstance(name, str) and name in OTHER_LIBRARIES:
+        raise CheckpointError(f"config.json has model_type {show(name)}, {OTHER_LIBRARIES[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"
         )
-    return ENCODERS_BY_NAME.get(str(first_name(architectures)), FAMILIES[name])
+    first = str(first_name(architectures))
+    own = (family for start, family in ENCODERS_BY_NAME.items() if first.startswith(start))
+    return next(own, FAMILIES[name])
 
 
 def first_name(names: object) -> object:

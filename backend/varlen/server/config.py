@@ -186,7 +186,8 @@ def _tensor_problems(
     known = {spec.name for spec in inputs}
     # an unknown name is a problem already
     if entries and all(entry["name"] in known for entry in entries):
-        yield from _kind_problems(entries, kind_of(task).inputs)
+        kinds = [kind for kind in kind_of(task).inputs if kind[0] in known]
+        yield from _kind_problems(entries, kinds)
 
 
 def _absence_problems(

@@ -57,13 +57,19 @@ def test_rows_of_texts_keep_their_order(intake):
 
 class PlainPairs:
     ending = np.array([7], dtype=np.int32)
+    takes_instruction = False
 
-    def render(self, query, document):
-        return f"{query} {document} river"
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def tokens(self, query, document, instruction, max_tokens):
+        text = f"{query} {document} river"
+        [found] = self._tokenizer.encode([text], truncate=False, special_tokens=False)
+        return found
 
 
 def test_a_long_document_is_cut_before_the_end_of_a_pair_template(tokenizer):
-    intake = Intake(tokenizer, LIMITS, pair_template=PlainPairs())
+    intake = Intake(tokenizer, LIMITS, pair_template=PlainPairs(tokenizer))
 
     # as few tokens as this text's could change, if they were its last ones
     [sequence] = intake.texts([("the", "cat " * 1000)], truncate=True)

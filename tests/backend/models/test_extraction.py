@@ -5,10 +5,13 @@ import shutil
 import pytest
 import torch
 
-from tests.checkpoints import set_fields
+from tests.checkpoints import set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
 from tests.gliner_models import MARK, SEPARATOR, Gliner, save_gliner, thresholds_of
 from varlen import Encoder
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution.programs import WholeSequences, load_programs
 from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
@@ -202,7 +205,7 @@ def test_too_many_candidates_are_refused(make, monkeypatch):
         ({"span_mode": "markerV1"}, 'span_mode "markerV1"; allowed: markerV0, token_level'),
         ({"subtoken_pooling": "mean"}, 'subtoken_pooling "mean"; allowed: first, last'),
         ({"words_splitter_type": "spacy"}, 'words_splitter_type "spacy"; allowed: whitespace'),
-        ({"encoder_config": None}, "save the folder with the library gliner"),
+        ({"encoder_config": None}, '("encoder"), whose files `varlen fetch` reads and adds'),
         ({"encoder_config": {"model_type": "t5"}}, "allowed: deberta-v2, modernbert, bert"),
         ({"max_width": 9999}, "max_width 9999"),
         ({"num_rnn_layers": 99}, "num_rnn_layers 99"),
@@ -226,6 +229,32 @@ def test_other_tasks_and_other_folders_are_refused(shared_model):
         checkpoint.check_task("embed")
     with refused('task "extract" needs a model of GLiNER'):
         Checkpoint.open(shared_model / "encoder").check_task("extract")
+
+
+def test_a_model_of_gliner2_is_refused_by_its_name(tmp_path, shared_model):
+    """Its files are those that the library gliner2 writes."""
+    folder = tmp_path / "gliner2"
+    shutil.copytree(shared_model, folder)
+    (folder / "gliner_config.json").unlink()
+    config = {
+        "model_type": "extractor",
+        "model_name": "microsoft/deberta-v3-base",
+        "counting_layer": "count_lstm_v2",
+        "token_pooling": "first",
+        "max_width": 8,
+    }
+    write_file(folder, "config.json", config)
+    with refused('config.json has model_type "extractor", a model of GLiNER2, which is not served'):
+        Checkpoint.open(folder)
+
+
+def test_a_load_on_a_gpu_is_refused_with_the_remedy(shared_model):
+    checkpoint, gpu = Checkpoint.open(shared_model), torch.device("cuda", 0)
+    message = '"extract" runs on CPUs only in this version; set device to cpu, or the instance to KIND_CPU'
+    with pytest.raises(ConfigError, match=message):
+        load_programs(
+            WholeSequences, checkpoint, EngineConfig(), "extract", gpu, None, longest=8, seconds=0
+        )
 
 
 def test_a_mark_of_another_token_is_refused(tmp_path, shared_model):

@@ -234,6 +234,10 @@ def test_a_multimodal_file_says_only_what_differs_from_the_defaults_of_transform
         "model_type": "gemma3",
         "text_config": {"model_type": "gemma3_text", "rope_scaling": scaling, **text},
         "vision_config": {"image_size": 896},
+        # transformers does not read them here
+        "hidden_size": 7,
+        "sliding_window": 3,
+        "is_causal": False,
     }
 
     config = gemma.text_part(given)
@@ -242,6 +246,7 @@ def test_a_multimodal_file_says_only_what_differs_from_the_defaults_of_transform
     theirs = transformers.Gemma3TextConfig(rope_scaling=dict(scaling), **text)
     assert config["architectures"] == ["Gemma3ForCausalLM"]
     assert config["eos_token_id"] == [1, 106]
+    assert "is_causal" not in config
     for name, field in {"vocab_size": "vocab_size", "hidden": "hidden_size"}.items():
         assert getattr(mine, name) == getattr(theirs, field)
     assert (mine.inner, mine.positions) == (theirs.intermediate_size, 131_072)
@@ -309,6 +314,8 @@ def test_the_factor_of_embeddings_has_the_dtype_of_the_model(make_checkpoint, dt
         (GEMMA2, {"final_logit_softcapping": -1.0}, "allowed: numbers above 0"),
         (GEMMA2, {"query_pre_attn_scalar": 0}, "allowed: numbers above 0"),
         (GEMMA2, {"layer_types": ["chunked_attention"] * 3}, "allowed: 3 names, each of"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "softcapping 50.0; allowed: null"),
+        (GEMMA3, {"max_position_embeddings": 10**9}, "asks for more than 16777216 positions"),
         (GEMMA3, {"rope_parameters": {"rope_theta": 1e4}}, "has rope_parameters"),
         (GEMMA3, {"sliding_window_pattern": 0}, "has sliding_window_pattern 0"),
         (GEMMA3, {"hidden_activation": "tanh"}, 'has hidden_activation "tanh"'),

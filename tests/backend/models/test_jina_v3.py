@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.backend.refusals import refused_checkpoint as refused
-from tests.checkpoints import WEIGHTS, module, set_fields, write_file
+from tests.checkpoints import WEIGHTS, change_tensors, module, set_fields, write_file
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint.first_releases import to_native
@@ -233,9 +233,42 @@ def test_an_adapter_is_one_of_the_checkpoint(hub_form, small_bert):
         Checkpoint.open(small_bert, adapter="rerank")
 
 
-def test_factors_of_another_rank_are_refused(hub_form):
+def test_factors_of_another_rank_are_refused_before_a_load(hub_form):
     folder, *_ = hub_form()
     set_fields(folder, "config.json", lora_rank=5)
+    Checkpoint.open(folder).check_task("embed")
 
-    with refused('lora_A" has shape [3, 92, 4]; config.json implies [3, 92, 5]'):
-        Encoder.from_pretrained(folder, adapter=ADAPTERS[0])
+    with refused("config.json implies [3, 1, 5]"):
+        Checkpoint.open(folder, adapter=ADAPTERS[0]).check_task("embed")
+
+
+FACTOR = ".parametrizations.weight.0.lora_"
+
+
+def without_factors(tensors):
+    for name in [name for name in tensors if FACTOR in name]:
+        del tensors[name]
+
+
+def without_one(tensors):
+    del tensors[next(name for name in tensors if name.endswith("lora_B"))]
+
+
+def of_a_vector(tensors):
+    tensors[f"roberta.emb_ln{FACTOR}A"] = torch.zeros(3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (without_factors, "and the weights have no factors of adapters; leave adapter out"),
+        (without_one, 'no tensor "roberta.'),
+        (of_a_vector, 'has factors of "roberta.emb_ln.weight", which is no matrix'),
+    ],
+)
+def test_an_adapter_needs_its_factors(hub_form, change, message):
+    folder, *_ = hub_form()
+    change_tensors(folder, change)
+
+    with refused(message):
+        Checkpoint.open(folder, adapter=ADAPTERS[0]).check_task("embed")

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
 from tokenizers import Tokenizer
 
-from tests.checkpoints import change_tensors, write_file
+from tests.checkpoints import change_tensors, set_fields, write_file
 from tests.closeness import assert_rows_close
 from varlen import Encoder
 from varlen.errors import RequestError
@@ -152,6 +152,17 @@ def test_a_text_may_be_longer_than_the_tokenizer_says(make_model2vec):
     assert_rows_close(embedded(folder, [text]), expected, roundings=64)
 
 
+@pytest.mark.parametrize("direction", ["Right", "Left"])
+def test_texts_end_where_tokenizer_json_truncates(make_model2vec, direction):
+    folder = make_model2vec()
+    cut = {"direction": direction, "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    set_fields(folder, "tokenizer.json", truncation=cut)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+
+    assert Checkpoint.open(folder).max_sequence_tokens == 4
+    assert_rows_close(embedded(folder, truncate=True), expected, roundings=16)
+
+
 def test_a_text_without_tokens_is_refused_by_its_row(make_model2vec):
     folder = make_model2vec()
 
@@ -174,6 +185,14 @@ def map_floats(tensors):
     tensors["mapping"] = tensors["mapping"].float()
 
 
+def map_matrix(tensors):
+    tensors["mapping"] = tensors["mapping"][None]
+
+
+def weigh_others(tensors):
+    del tensors["mapping"]
+
+
 def shorten_weights(tensors):
     tensors["weights"] = tensors["weights"][:-1].contiguous()
 
@@ -184,6 +203,8 @@ def shorten_weights(tensors):
         (drop_table, "has no tensor embedding.weight or embeddings"),
         (map_outside, 'the tensor "mapping" names rows from 0 to 11; allowed: 0 to 10'),
         (map_floats, 'the tensor "mapping" is F32'),
+        (map_matrix, "; allowed: one axis of at most 4194304"),
+        (weigh_others, 'the tensor "weights" has shape'),
         (shorten_weights, 'the tensor "weights" has shape'),
     ],
 )

@@ -68,6 +68,7 @@ def test_the_common_ops_are_those_of_one_level():
     assert "--common takes one level, not 4" in done.stderr
 
 
+@pytest.mark.full
 def test_an_op_that_does_not_exist_is_named(tmp_path):
     done = compile_all(PROJECT / "kernels", "avx2", "--ops", "attention")
 

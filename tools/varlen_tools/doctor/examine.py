@@ -205,6 +205,7 @@ def _compare(
             original = Transformers(folder, checkpoint)
             if not is_chat:
                 yield _compare_tokens(checkpoint, original, inputs, limit)
+            original.check_comparable(task)
             if is_of_sentences:
                 expected = _sentence_answers(folder, task, inputs, limit)
             else:

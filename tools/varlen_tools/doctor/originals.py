@@ -77,9 +77,22 @@ class Transformers:
         self._folder = str(folder)
         self._checkpoint = checkpoint
         self._model: Any = None
+        given = read_optional_object(checkpoint.folder, "config.json")
+        self._is_translated = checkpoint.config != given and checkpoint.adds_special_tokens
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             self._folder, trust_remote_code=False, local_files_only=True
         )
+
+    def check_comparable(self, task: Task) -> None:
+        """Raise LookupError if transformers has no such model for a task."""
+        config, traits = self._checkpoint.config, TASKS[task]
+        if config.get("projection_size") is not None:
+            raise LookupError("transformers has no model with this layer behind the last norm")
+        if traits.has_labels and config.get("pair_prefixes"):
+            raise LookupError("the classifier of transformers pools tokens in another way")
+        if traits.takes_prompts and self._is_translated:
+            # sentence-transformers would load it without a word
+            self._load("AutoModel")
 
     def token_ids(self, inputs: Sequence[Text], limit: int | None) -> list[list[int]]:
         """Return the token ids of each input, cut to `limit` tokens."""
@@ -136,9 +149,21 @@ class Transformers:
     def _load(self, name: str) -> Any:
         loader = getattr(self._library, name)
         options = {"trust_remote_code": False} if name.startswith("Auto") else {}
-        return loader.from_pretrained(
-            self._folder, dtype=torch.float32, local_files_only=True, **options
-        ).eval()
+        model, info = loader.from_pretrained(
+            self._folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+        # poolers, which a model without a head has and nothing reads
+        missing = [each for each in info["missing_keys"] if "pooler." not in each]
+        if self._is_translated and missing:
+            raise LookupError(
+                f"transformers has no model of this form: the checkpoint lacks {len(missing)} weights of"
+                f" {type(model).__name__}, such as {min(missing)}"
+            )
+        return model.eval()
 
     def _encode(self, each: Text, limit: int | None) -> dict[str, list[int]]:
         parts = (each,) if isinstance(each, str) else each

@@ -51,6 +51,13 @@ def serve(
     force: Annotated[
         bool, typer.Option("--force", help="Fetch again what an earlier call has fetched.")
     ] = False,
+    convert_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--convert-pickle",
+            help="Convert pickled weights to safetensors. Only tensors are read, and no code of a pickle runs.",
+        ),
+    ] = False,
     host: Host = LOOPBACK[0],
     port: Port = DEFAULT_PORT,
     server_port: Annotated[
@@ -84,6 +91,7 @@ def serve(
         name=name,
         settings={key: value for key, value in chosen.items() if value} | parse_settings(settings),
         force=force,
+        convert_pickles=convert_pickle,
     )
     check_access(host, api_key)
     with _clean_end():

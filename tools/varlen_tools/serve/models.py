@@ -50,11 +50,13 @@ class Fetching:
 
     Attributes:
         force: whether a model is fetched again even if it is up to date.
+        convert_pickles: whether pickled weights are converted.
     """
 
     name: str | None
     settings: Mapping[str, str]
     force: bool = False
+    convert_pickles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,10 @@ def find_models(
     fetched = [source for source, folders in own.items() if not folders]
     if fetching.name is not None and (len(own) > 1 or not fetched):
         raise ServeError("--name is for one checkpoint; others keep their names")
-    if (fetching.settings or fetching.force) and not fetched:
+    if (fetching.settings or fetching.force or fetching.convert_pickles) and not fetched:
         raise ServeError(
-            "--task, --dtype, --set and --force are for checkpoints; models of a model repository have their settings"
-            " in config.pbtxt"
+            "--task, --dtype, --set, --force and --convert-pickle are for checkpoints; models of a model repository"
+            " have their settings in config.pbtxt"
         )
     for source in fetched:
         _check(source, fetching)
@@ -197,6 +199,7 @@ def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str]
                     repository=folder.parent,
                     name=folder.name,
                     settings=fetching.settings,
+                    convert_pickles=fetching.convert_pickles,
                     force=True,
                 )
         except FetchError as error:

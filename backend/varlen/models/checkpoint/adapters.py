@@ -71,9 +71,10 @@ def factor_names(weight: str) -> tuple[str, str]:
     return f"{stem}lora_A", f"{stem}lora_B"
 
 
-def is_factor(name: str) -> bool:
-    """Return whether a tensor belongs to adapters."""
-    return _MARK in name
+def weight_of_factor(name: str) -> str | None:
+    """Return the name of a factor's weight; None for another tensor."""
+    stem, mark, _ = name.partition(_MARK)
+    return f"{stem}.weight" if mark else None
 
 
 def adapter_names(config: Json) -> tuple[str, ...]:

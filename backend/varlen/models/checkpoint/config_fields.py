@@ -39,11 +39,12 @@ class FieldRules:
         harmless: Iterable[str] = (),
         fixed: Mapping[str, object] | None = None,
     ) -> "FieldRules":
-        """Return these rules with more fields."""
+        """Return these rules with more fields; what is fixed is neither read nor harmless."""
+        fixed = fixed or {}
         return FieldRules(
-            self.read.union(read),
-            self.harmless.union(harmless),
-            {**self.fixed, **(fixed or {})},
+            self.read.union(read) - fixed.keys(),
+            self.harmless.union(harmless) - fixed.keys(),
+            {**self.fixed, **fixed},
         )
 
 

@@ -100,16 +100,7 @@ def read_extraction(folder: Path) -> tuple[Json, ExtractionConfig]:
         CheckpointError: the file is damaged, or asks for something that is not served.
     """
     config = read_object(folder, CONFIG)
-    for name, what in _FIXED:
-        if config.get(name):
-            raise CheckpointError(
-                f"{CONFIG} has {name} {show(config[name])}, {what}, which is not served; take a model without it, such"
-                " as those of GLiNER v2.1"
-            )
-    scored: Scored = read_choice(config, "span_mode", _SCORED, default="markerV0", name=CONFIG)
-    read_choice(
-        config, "words_splitter_type", {"whitespace": None}, default="whitespace", name=CONFIG
-    )
+    scored = read_scored(config)
     encoder = _read_encoder(config)
     hidden = _read(config, "hidden_size", 512)
     lstm_layers = _read(config, "num_rnn_layers", 1, lowest=0)
@@ -124,6 +115,7 @@ def read_extraction(folder: Path) -> tuple[Json, ExtractionConfig]:
     max_width = _read(config, "max_width", 12)
     if max_width > _MOST_WIDTH:
         raise CheckpointError(f"{CONFIG} has max_width {max_width}; allowed: up to {_MOST_WIDTH}")
+    mark, separator = read_marks(config)
     return encoder, ExtractionConfig(
         scored=scored,
         hidden=hidden,
@@ -131,12 +123,33 @@ def read_extraction(folder: Path) -> tuple[Json, ExtractionConfig]:
         max_width=max_width,
         max_words=_read(config, "max_len", 384),
         lstm_layers=lstm_layers,
-        label_mark=_read_text(config, "ent_token", "<<ENT>>"),
+        label_mark=mark,
         label_token=read_int(config, "class_token_index", lowest=0, name=CONFIG),
-        separator=_read_text(config, "sep_token", "<<SEP>>"),
+        separator=separator,
         reads_mark=read_flag(config, "embed_ent_token", default=True, name=CONFIG),
         subtoken=read_choice(config, "subtoken_pooling", _SUBTOKENS, default="first", name=CONFIG),
     )
+
+
+def read_scored(config: Json) -> Scored:
+    """Return what a model scores with each label.
+
+    Args:
+        config: content of gliner_config.json.
+
+    Raises:
+        CheckpointError: it is a model of another kind, which is not served.
+    """
+    for name, what in _FIXED:
+        if config.get(name):
+            raise CheckpointError(
+                f"{CONFIG} has {name} {show(config[name])}, {what}, which is not served; take a model without it, such"
+                " as those of GLiNER v2.1"
+            )
+    read_choice(
+        config, "words_splitter_type", {"whitespace": None}, default="whitespace", name=CONFIG
+    )
+    return read_choice(config, "span_mode", _SCORED, default="markerV0", name=CONFIG)
 
 
 def _read_encoder(config: Json) -> Json:
@@ -145,8 +158,7 @@ def _read_encoder(config: Json) -> Json:
     if not isinstance(given, dict):
         raise CheckpointError(
             f"{CONFIG} has no encoder_config, only the name of a model"
-            f" ({show(config.get('model_name'))}); save the folder with the library gliner, which writes the encoder's"
-            ' configuration and tokenizer.json: GLiNER.from_pretrained("NAME").save_pretrained("FOLDER")'
+            f" ({show(config.get('model_name'))}), whose files `varlen fetch` reads and adds"
         )
     kind = given.get("model_type", "deberta-v2")
     if kind not in _ENCODERS:
@@ -162,6 +174,15 @@ def _read_encoder(config: Json) -> Json:
         encoder["max_relative_positions"] = positions if furthest < 1 else furthest
         encoder["max_position_embeddings"] = max(positions, _MOST_TOKENS)
     return encoder
+
+
+def read_marks(config: Json) -> tuple[str, str]:
+    """Return the texts of the tokens before each label and behind the last.
+
+    Raises:
+        CheckpointError: one is no text.
+    """
+    return _read_text(config, "ent_token", "<<ENT>>"), _read_text(config, "sep_token", "<<SEP>>")
 
 
 def _read(config: Json, key: str, default: int, lowest: int = 1) -> int:

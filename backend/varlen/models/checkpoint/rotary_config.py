@@ -40,6 +40,10 @@ _FIELDS_OF_TYPE = {
 }
 
 
+# Their table is computed: no tensor of a checkpoint limits it.
+_MOST_POSITIONS = 1 << 24
+
+
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
     """Every frequency divided by `factor`; 1 is no scaling."""
@@ -120,7 +124,13 @@ def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfi
     scaling = _read_scaling(kind, rotary, name, positions)
     if isinstance(scaling, YarnScaling):
         # some checkpoints leave max_position_embeddings at the length before the extension
-        positions = max(positions, int(scaling.positions * scaling.factor))
+        extended = min(scaling.positions, 2 * _MOST_POSITIONS) * scaling.factor
+        positions = max(positions, int(min(extended, 2 * _MOST_POSITIONS)))
+    if positions > _MOST_POSITIONS:
+        raise CheckpointError(
+            f"{name} asks for more than {_MOST_POSITIONS} positions; allowed: at most as many, since their table is"
+            " computed"
+        )
     return RotaryConfig(_read_theta(config, rotary, name, default_theta), scaling, positions)
 
 

@@ -227,7 +227,8 @@ def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str
     elif kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
             f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
-            " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
+            " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore;"
+            " or StaticEmbedding, with Normalize or without"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0] and kinds[0] != "StaticEmbedding":

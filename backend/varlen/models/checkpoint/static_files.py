@@ -22,6 +22,8 @@ MODEL2VEC = "model2vec"
 MODULE = "StaticEmbedding"
 # Names of the tables, with the names of tensors that give each token its row.
 _TABLES = {"embedding.weight": (), "embeddings": ("mapping", "weights")}
+# A token that names a row takes a few bytes of the file, and a row of memory.
+_MOST_MAPPED = 1 << 22
 
 
 def static_folder(folder: Path) -> Path | None:
@@ -65,7 +67,14 @@ def static_config(folder: Path) -> Json:
     if len(shape) != 2:
         raise CheckpointError(f'the tensor "{name}" has shape {list(shape)}; allowed: two axes')
     by_token = [each for each in _TABLES[name] if each in headers]
-    tokens = headers[by_token[0]].shape[0] if by_token else shape[0]
+    tokens = shape[0]
+    if "mapping" in by_token:
+        of_tokens = headers["mapping"].shape
+        if len(of_tokens) != 1 or of_tokens[0] > _MOST_MAPPED:
+            raise CheckpointError(
+                f'the tensor "mapping" has shape {list(of_tokens)}; allowed: one axis of at most {_MOST_MAPPED}'
+            )
+        (tokens,) = of_tokens
     return {
         "model_type": STATIC,
         "architectures": [MODULE],

@@ -58,7 +58,7 @@ class TokenizerSettings:
     """What the files of a tokenizer say beside how it tokenizes.
 
     Attributes:
-        max_length: model_max_length, at which transformers truncates; None if no file has it.
+        max_length: length at which the original library truncates; None if no file has it.
         chat_templates: Jinja sources that make a prompt of chat messages, by name; DEFAULT_TEMPLATE is without a name.
         special_tokens: text of the tokens that a template may name, such as `bos_token`.
         gives_types: whether that class gives a pair token types.
@@ -86,7 +86,8 @@ def read_tokenizer_settings(
     Args:
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
-        reads_config: whether tokenizer_config.json counts: for StaticEmbedding it does not.
+        reads_config: whether tokenizer_config.json counts. For StaticEmbedding it does not; there tokenizer.json has
+            the limit.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the two disagree on what changes token ids.
@@ -107,6 +108,7 @@ def read_tokenizer_settings(
     default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
     if not reads_config or not has_file(folder, _CONFIG):
         return TokenizerSettings(
+            max_length=None if reads_config else _stored_limit(tokenizer),
             chat_templates=_read_chat_templates(folder, {}),
             class_name=default_class,
             gives_types=default_class in _TYPE_CLASSES,
@@ -154,6 +156,14 @@ def _truncation_side(config: Json, tokenizer: Json) -> TruncationSide:
     raise CheckpointError(
         f"{_CONFIG} has truncation_side {show(side)}; allowed: {', '.join(get_args(TruncationSide))}"
     )
+
+
+def _stored_limit(tokenizer: Json) -> int | None:
+    """Return the length at which tokenizer.json truncates; None if it does not."""
+    cut = tokenizer.get("truncation")
+    limit = cut.get("max_length") if isinstance(cut, dict) else None
+    # the library refuses other values when it reads the file
+    return limit if isinstance(limit, int) else None
 
 
 def _gives_types(config: Json, class_name: str) -> bool:

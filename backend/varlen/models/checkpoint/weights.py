@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.adapters import Adapter, factor_names
+from varlen.models.checkpoint.adapters import Adapter, factor_names, weight_of_factor
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
@@ -147,6 +147,23 @@ def check_indices(headers: Mapping[str, TensorHeader], name: str, count: int) ->
     return header
 
 
+def check_factors(headers: Mapping[str, TensorHeader], adapter: Adapter) -> None:
+    """Raise CheckpointError unless the weights have factors that fit the adapter."""
+    weights = dict.fromkeys(filter(None, map(weight_of_factor, headers)))
+    if not weights:
+        raise CheckpointError(
+            "the setting adapter names an adapter of config.json, and the weights have no factors of adapters; leave"
+            " adapter out, or download the weights of the original"
+        )
+    for name in weights:
+        header = headers.get(name)
+        if header is None or len(header.shape) != 2:
+            raise CheckpointError(f'the checkpoint has factors of "{name}", which is no matrix')
+        shapes = adapter.shapes(header.shape, of_table=_is_table(name))
+        for factor, shape in zip(factor_names(name), shapes, strict=True):
+            check_tensor(headers, factor, shape)
+
+
 def check_shapes(
     headers: Mapping[str, TensorHeader],
     shapes: Mapping[str, tuple[int, ...]],
@@ -223,7 +240,7 @@ class CheckpointWeights:
         names = factor_names(name)
         if self._adapter is None or names[0] not in self._headers:
             return tensor
-        of_table = "embeddings." in name
+        of_table = _is_table(name)
         shapes = self._adapter.shapes(shape, of_table=of_table)
         first, second = map(self._read, names, shapes)
         return self._adapter.merged(tensor, (first, second), of_table=of_table)
@@ -265,6 +282,11 @@ class CheckpointWeights:
             )
         view = self._files[header.file].get_slice(header.stored_name)
         return torch.cat([_cut(view, axis, *each) for each in bounds], axis)
+
+
+def _is_table(name: str) -> bool:
+    """Return whether a weight with an adapter is a table of embeddings."""
+    return "embeddings." in name
 
 
 def _cut(view: Any, axis: int, first: int, last: int) -> "Tensor":

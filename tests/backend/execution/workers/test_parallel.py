@@ -126,13 +126,14 @@ def test_tokens_are_those_of_one_process(make, processes, name, blocks):
     assert preemptions > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, processes",
     [
         ("marian", RANKS),
-        pytest.param("marian", STAGES, marks=pytest.mark.full),
-        pytest.param("t5", RANKS, marks=pytest.mark.full),
-        pytest.param("t5", STAGES, marks=pytest.mark.full),
+        ("marian", STAGES),
+        ("t5", RANKS),
+        ("t5", STAGES),
     ],
     ids=str,
 )

@@ -111,6 +111,7 @@ def test_a_batch_alone_has_the_same_answers_on_all_cores(tmp_path):
     host.close()
 
 
+@pytest.mark.full
 def test_a_batch_alone_uses_the_cores_of_workers_that_are_threads(tmp_path):
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     checkpoint = Checkpoint.open(save_checkpoint(tmp_path / "large", num_hidden_layers=1, **large))
