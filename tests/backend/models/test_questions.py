@@ -89,7 +89,7 @@ def assert_same_answers(actual, expected, *, rel):
 
 
 def has_unknown(oracle, pair):
-    """Return whether a pair has the token 1, which has no position in MPNet of transformers."""
+    """Return whether a pair has the token 1, which MPNet counts as no position."""
     return any(1 in window.ids for window in oracle.windows(*pair))
 
 
