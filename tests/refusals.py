@@ -327,7 +327,7 @@ def _names() -> list[Refusal]:
     of_other_tasks = {
         "activation": "classify or rerank or token_classify",
         "max_active_dims": "sparse_embed",
-        "top_k": "fill_mask",
+        "top_k": "fill_mask or question_answer",
     }
     return [
         *(

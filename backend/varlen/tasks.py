@@ -18,6 +18,7 @@ Task: TypeAlias = Literal[
     "token_classify",
     "token_embed",
     "extract",
+    "question_answer",
     "generate",
     "translate",
 ]
@@ -82,7 +83,7 @@ _TEXT_PAIR = Tensor(
     "text_pair",
     "BYTES",
     ("rows", "1"),
-    "the second text of each row, such as a document to a query",
+    "the second text of each row, such as a document to a query, or the context of a question",
 )
 _TOKEN_IDS = (
     Tensor(
@@ -327,6 +328,19 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
                 _NUM_TOKENS,
             ),
             answers="spans",
+        ),
+        "question_answer": TaskFacts(
+            inputs=(_TEXT, _TEXT_PAIR),
+            outputs=(
+                Tensor(
+                    "answers",
+                    "BYTES",
+                    ("rows", "1"),
+                    "JSON: a list of [answers](../tasks/question_answering.md#answer), the best first",
+                ),
+                _NUM_TOKENS,
+            ),
+            answers="answers to questions",
         ),
         "generate": _GENERATED,
         "translate": _GENERATED,

@@ -22,6 +22,7 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GeneratedPart, Generation, Translation
 from varlen_client.row_answers import (
+    ContextAnswer,
     Entity,
     FilledToken,
     LabelScore,
@@ -38,6 +39,7 @@ from varlen_client.wire import ModelState
 __all__ = [
     "AsyncClient",
     "Client",
+    "ContextAnswer",
     "DeadlineMissed",
     "Entity",
     "FilledToken",

@@ -34,6 +34,7 @@ from varlen_client.generation import (
     search_options,
 )
 from varlen_client.row_answers import (
+    ContextAnswer,
     Entity,
     FilledToken,
     LabelScore,
@@ -49,6 +50,7 @@ from varlen_client.row_options import (
     ExtractOptions,
     MaskOptions,
     PredictOptions,
+    QuestionOptions,
     RerankOptions,
     RowOptions,
     SparseOptions,
@@ -173,6 +175,15 @@ class AsyncClient:
         For models of GLiNER; `labels` are an option, see `ExtractOptions`. Errors are the same as in `embed`.
         """
         return await self._answer(tasks.EXTRACT, inputs, options)
+
+    async def question_answer(
+        self, pairs: Pairs, **options: Unpack[QuestionOptions]
+    ) -> list[list[ContextAnswer]]:
+        """Return the answers to each question, parts of its context, the best first.
+
+        A row is a question and its context; see `QuestionOptions`. Errors are the same as in `embed`.
+        """
+        return await self._answer(tasks.QUESTION_ANSWER, pairs, options)
 
     async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32.

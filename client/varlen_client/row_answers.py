@@ -205,6 +205,30 @@ class Entity:
     index: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ContextAnswer:
+    """A part of a context that answers a question.
+
+    Attributes:
+        score: probability of its beginning and its end.
+        start, end: its first character in the context, and the one behind its last.
+        answer: its characters; none where the context has no answer.
+    """
+
+    score: float
+    start: int
+    end: int
+    answer: str
+
+
+def read_context_answers(answers: RowAnswers) -> list[list[ContextAnswer]]:
+    """Return the answers of each row, the best first."""
+    return [
+        [ContextAnswer(**each) for each in json.loads(row)]
+        for row in answers.joined(answers.outputs[0])[:, 0]
+    ]
+
+
 def read_entities(answers: RowAnswers) -> list[list[Entity]]:
     """Return the entities of each row."""
     return [

@@ -122,6 +122,31 @@ class ExtractOptions(RowOptions, total=False):
     multi_label: bool | None
 
 
+class QuestionOptions(TypedDict, total=False):
+    """Options of questions, by the names of the pipeline of transformers.
+
+    top_k: most answers of each question; by default 1.
+    max_answer_len: longest answer, in tokens; by default 15.
+    handle_impossible_answer: that the context has no answer is an answer too, without characters; by default it is not.
+    align_to_words: answers begin and end with whole words, the default.
+    max_seq_len: longest window of a context with its question, in tokens; by default 384, or the longest sequence.
+    doc_stride: tokens of a long context that two windows share; by default 128, or half a window.
+    """
+
+    top_k: int | None
+    max_answer_len: int | None
+    handle_impossible_answer: bool | None
+    align_to_words: bool | None
+    max_seq_len: int | None
+    doc_stride: int | None
+    deadline_ms: float | None
+    priority: int | None
+    tenant: str | None
+    cache_salt: str | None
+    timeout: float | None
+    on_progress: Callable[[int], None] | None
+
+
 class RerankOptions(RowOptions, total=False):
     """Options of scores.
 

@@ -106,6 +106,7 @@ class Client:
     sparse_embed = _sync(AsyncClient.sparse_embed)
     fill_mask = _sync(AsyncClient.fill_mask)
     extract = _sync(AsyncClient.extract)
+    question_answer = _sync(AsyncClient.question_answer)
     classify = _sync(AsyncClient.classify)
     predict = _sync(AsyncClient.predict)
     rerank = _sync(AsyncClient.rerank)

@@ -13,6 +13,7 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.row_answers import (
     ANY_WIDTH,
     TOKEN_COUNTS,
+    ContextAnswer,
     Entity,
     FilledToken,
     LabelScore,
@@ -25,6 +26,7 @@ from varlen_client.row_answers import (
     Vectors,
     read_arrays,
     read_column,
+    read_context_answers,
     read_entities,
     read_filled_masks,
     read_labels,
@@ -40,6 +42,7 @@ from varlen_client.row_options import (
     ExtractOptions,
     MaskOptions,
     PredictOptions,
+    QuestionOptions,
     RerankOptions,
     RowOptions,
     SparseOptions,
@@ -206,6 +209,14 @@ EXTRACT: RowTask[list[list[Span]]] = RowTask(
         RowOutput("num_spans", dtype=np.int32),
     ),
     read_spans,
+)
+# Its rows are pairs of a question and its context.
+QUESTION_ANSWER: RowTask[list[list[ContextAnswer]]] = RowTask(
+    "question_answer",
+    QuestionOptions,
+    (RowOutput("answers", dtype=np.object_),),
+    read_context_answers,
+    takes_pairs=True,
 )
 
 # Its rows are pairs of a text and a hypothesis; see zero_shot.py.

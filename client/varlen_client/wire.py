@@ -35,6 +35,7 @@ _TASK_OF_OUTPUT: Mapping[tuple[str, int | None], str] = {
     ("indices", None): "sparse_embed",
     ("num_masks", None): "fill_mask",
     ("num_spans", None): "extract",
+    ("answers", None): "question_answer",
     ("token_embeddings", None): "token_embed",
     ("last_hidden_state", None): "hidden",
     ("text_output", None): "generate",

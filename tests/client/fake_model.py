@@ -30,6 +30,7 @@ OUTPUTS = {
         "entities": [1],
         "num_tokens": [1],
     },
+    "question_answer": {"answers": [1]},
     "hidden": {"last_hidden_state": [-1, 3]},
     "token_embed": {"token_embeddings": [-1, 3]},
     "generate": {"text_output": [-1]},

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from tests.gliner_models import Gliner, save_gliner, thresholds_of
+from tests.question_pipeline import QuestionPipeline
 from tests.rerank_forms import PAIRS, expected_scores, save_reranker
 from varlen_client import Client, InvalidRequest, ServerError
 
@@ -186,6 +187,31 @@ def test_entities_are_those_of_the_pipeline(server, repository, tmp_path, url):
             assert scores == [
                 pytest.approx([float(e["score"]) for e in row], rel=1e-3) for row in expected
             ]
+    unload(server, name)
+
+
+def test_answers_to_questions_are_those_of_the_pipeline(server, repository, tmp_path, url):
+    name = f"questions_{url.partition(':')[0]}"
+    kind = "BertForQuestionAnswering"
+    folder = save_checkpoint(tmp_path / "questions", kind)
+    add_model(repository, name, folder)
+    oracle = QuestionPipeline(folder, kind, gives_types=True)
+    pairs = [(text, " ".join([*TEXTS, text] * (8 * row + 1))) for row, text in enumerate(TEXTS)]
+    assert load(server, name) is None
+
+    with Client(url, name) as client:
+        for options in ({}, {"top_k": 5, "doc_stride": 9, "handle_impossible_answer": True}):
+            actual = client.question_answer(pairs, **options)
+
+            expected = [oracle(*pair, **options) for pair in pairs]
+            assert [[(e.start, e.end, e.answer) for e in row] for row in actual] == [
+                [(e["start"], e["end"], e["answer"]) for e in row] for row in expected
+            ]
+            assert [[e.score for e in row] for row in actual] == [
+                pytest.approx([e["score"] for e in row], rel=1e-3) for row in expected
+            ]
+        with pytest.raises(InvalidRequest, match="the context is empty; send a text"):
+            client.question_answer([("a", "")])
     unload(server, name)
 
 

@@ -27,6 +27,8 @@ class Inputs(str, Enum):
     ids = "ids"
 
 
+# Tasks that take no single texts.
+_PAIR_TASKS: tuple[Task, ...] = ("rerank", "question_answer")
 # Lines of config.pbtxt above the inputs.
 _NOTES: Mapping[Inputs, str] = {
     Inputs.all: "# Texts or token ids: a request has one of them. perf_analyzer needs --input-data.",
@@ -133,7 +135,7 @@ def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Seq
     if kind_of(task).streams:
         name = "text_input" if inputs == Inputs.text else "input_ids"
         return [replace(spec, optional=False) for spec in specs if spec.name == name]
-    needed = {"text", "input_ids", *(["text_pair"] if task == "rerank" else [])}
+    needed = {"text", "input_ids", *(["text_pair"] if task in _PAIR_TASKS else [])}
     return [
         replace(spec, optional=spec.name not in needed)
         for spec in specs

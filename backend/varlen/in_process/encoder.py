@@ -15,9 +15,16 @@ from varlen.config import RerankForm
 from varlen.errors import ConfigError, RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
+from varlen.intake.context_windows import ContextWindows
 from varlen.intake.tokenization import Text
 from varlen.parameter import check_count
 from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
+from varlen.request.questions import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_ANSWERS,
+    ContextAnswer,
+    QuestionForm,
+)
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, TextPrefix
 from varlen.request.spans import DEFAULT_THRESHOLD, Span, SpanForm, read_labels
@@ -257,6 +264,46 @@ class Encoder(InProcess):
         prompts = tuple(prompt for step in steps for prompt in step.run())
         rows = self._answers(prompts)
         return [form.spans(row, scores) for row, scores in enumerate(rows)]
+
+    def question_answer(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        top_k: int = DEFAULT_ANSWERS,
+        max_answer_len: int = DEFAULT_ANSWER_TOKENS,
+        handle_impossible_answer: bool = False,
+        align_to_words: bool = True,
+        max_seq_len: int | None = None,
+        doc_stride: int | None = None,
+    ) -> list[list[ContextAnswer]]:
+        """Return the answers to each question, parts of its context, the best first.
+
+        Args:
+            pairs: questions with their contexts.
+            top_k: largest number of answers, at most 100.
+            max_answer_len: longest answer, in tokens, at most 512.
+            handle_impossible_answer: whether "no answer" is an answer too, which has no characters.
+            align_to_words: whether answers begin and end with whole words.
+            max_seq_len: longest window of a context with its question, in tokens; None is 384, or the longest sequence.
+            doc_stride: tokens of a long context that two windows share; None is 128, or half a window.
+
+        Raises:
+            RequestError: see `embed`; or a context has too many windows.
+        """
+        self._check_task("question_answer")
+        _check_is_list(pairs)
+        form = QuestionForm(
+            top_k=top_k,
+            max_answer_len=max_answer_len,
+            handle_impossible_answer=handle_impossible_answer,
+            align_to_words=align_to_words,
+            max_seq_len=max_seq_len,
+            doc_stride=doc_stride,
+        )
+        intake = self._service.intake
+        windows = ContextWindows(intake.tokenizer, intake.limits, pairs, form)
+        prompts = tuple(prompt for step in windows.steps for prompt in step.run())
+        return windows.answers(self._answers(prompts))
 
     def classify(
         self,

@@ -195,6 +195,11 @@ class Tokenizer:
         numbers = [-1 if word is None else word for word in encoding.word_ids]
         return np.array(encoding.ids, np.int32), np.array(numbers, np.intp)
 
+    def encode_pair(self, pair: tuple[str, str]) -> tuple[Encoding, Int32Array | None]:
+        """Return a pair of texts with offsets, and type ids if the model has them."""
+        (encoding,) = _encode(self._whole, [pair], True, with_offsets=True)
+        return encoding, self._type_ids(pair, encoding)
+
     def tokens_of(
         self,
         texts: Sequence[str],

@@ -48,7 +48,11 @@ from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
-from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, read_tokenizer_settings
+from varlen.models.checkpoint.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    check_padding_side,
+    read_tokenizer_settings,
+)
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import VectorConfig, check_layers, check_widths
 from varlen.models.checkpoint.weights import check_factors, read_headers
@@ -215,7 +219,8 @@ class Checkpoint:
             trained_limit = max(trained_limit, late.longest_text)
         has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
         check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
-        has_labels = TASKS[family.architectures[architecture]].has_labels
+        head_task = family.architectures[architecture]
+        has_labels = TASKS[head_task].has_labels or head_task == "question_answer"
         if sentence.logit_score is not None:
             has_labels = True
             check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
@@ -247,7 +252,7 @@ class Checkpoint:
             tokenizer_class=tokenizer.class_name,
             has_token_types=has_second_type and tokenizer.gives_types,
             truncation_side=tokenizer.truncation_side,
-            labels=_labels(config, sentence) if has_labels else NO_LABELS,
+            labels=_labels(config, sentence, head_task) if has_labels else NO_LABELS,
             uncounted_token=sizes.uncounted_token,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
@@ -357,6 +362,8 @@ class Checkpoint:
             )
         self._check_late(task, family)
         self._check_extraction(task)
+        if task == "question_answer":
+            check_padding_side(self.folder)
         needed = family.heads.get(task)
         if task == "rerank" and self.logit_score is not None:
             needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
@@ -470,9 +477,12 @@ def _task(
     return task if task != "generate" or family.is_causal(config) else "embed"
 
 
-def _labels(config: Json, sentence: SentenceSettings) -> Labels:
-    # a score has one label, whatever config.json says of classifiers
-    config = config if sentence.logit_score is None else {"num_labels": 1}
+def _labels(config: Json, sentence: SentenceSettings, head_task: Task) -> Labels:
+    # a score has one label, whatever config.json says of classifiers, and an answer a beginning and an end
+    if sentence.logit_score is not None:
+        config = {"num_labels": 1}
+    elif head_task == "question_answer":
+        config = {"num_labels": 2}
     return read_labels(config, sentence.activation_class)
 
 

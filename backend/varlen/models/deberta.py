@@ -342,15 +342,16 @@ class _Reader:
 
     def _heads(self, head: HeadConfig) -> Heads:
         hidden, read = self._config.hidden, self._read.last
-        if head.task not in ("classify", "token_classify"):
+        if head.task not in ("classify", "token_classify", "question_answer"):
             return Heads()
+        name = "qa_outputs" if head.task == "question_answer" else "classifier"
         dense = None
         if head.task == "classify":
             dense = read.linear(["pooler.dense"], hidden, [hidden])
         return Heads(
             dense=dense,
             activation=self._config.classifier_activation,
-            classifier=read.linear(["classifier"], hidden, [head.num_labels]),
+            classifier=read.linear([name], hidden, [head.num_labels]),
         )
 
 
@@ -428,11 +429,13 @@ FAMILY = Family(
         "DebertaV2ForMaskedLM": "embed",
         "DebertaV2ForSequenceClassification": "classify",
         "DebertaV2ForTokenClassification": "token_classify",
+        "DebertaV2ForQuestionAnswering": "question_answer",
     },
     heads={
         "classify": "DebertaV2ForSequenceClassification",
         "rerank": "DebertaV2ForSequenceClassification",
         "token_classify": "DebertaV2ForTokenClassification",
+        "question_answer": "DebertaV2ForQuestionAnswering",
         "sparse_embed": "DebertaV2ForMaskedLM",
         "fill_mask": "DebertaV2ForMaskedLM",
     },

@@ -228,7 +228,7 @@ def _read_layer(
 
 def _read_classifier(read: LayerReader, config: ModernBertConfig, head: HeadConfig) -> Heads:
     hidden = config.hidden
-    if head.task not in ("classify", "token_classify"):
+    if head.task not in ("classify", "token_classify", "question_answer"):
         return Heads()
     return Heads(
         pooling=config.classifier_pooling,

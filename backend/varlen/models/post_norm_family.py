@@ -407,8 +407,9 @@ class _Reader:
                 activation=names.activation,
                 classifier=read.linear([names.output], hidden, [head.num_labels]),
             )
-        if head.task == "token_classify":
-            return Heads(classifier=read.linear(["classifier"], hidden, [head.num_labels]))
+        if head.task in ("token_classify", "question_answer"):
+            name = "classifier" if head.task == "token_classify" else "qa_outputs"
+            return Heads(classifier=read.linear([name], hidden, [head.num_labels]))
         return Heads()
 
     def _head_dense(self) -> str:

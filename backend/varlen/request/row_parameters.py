@@ -19,6 +19,12 @@ from varlen.parameter import (
     word_field,
 )
 from varlen.request.generation import GenerationOptions
+from varlen.request.questions import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_ANSWERS,
+    MAX_ANSWER_TOKENS,
+    QuestionForm,
+)
 from varlen.request.request import RequestOptions
 from varlen.request.scores import ScoreFunction
 from varlen.request.spans import DEFAULT_THRESHOLD, LABELS_TEXT, MAX_LABELS, read_labels
@@ -192,9 +198,44 @@ class RowParameters:
     )
     top_k: int | None = parameter_field(
         None,
-        "tokens of each mask, at most 100 or the size of the vocabulary; default: 5",
+        "tokens of each mask, at most 100 or the size of the vocabulary; default: 5. Answers to each question, at most"
+        " 100; default: 1",
         lowest=1,
-        tasks=("fill_mask",),
+        tasks=("fill_mask", "question_answer"),
+    )
+    max_answer_len: int = whole_field(
+        DEFAULT_ANSWER_TOKENS,
+        1,
+        MAX_ANSWER_TOKENS,
+        "longest answer to a question, in tokens",
+        tasks=("question_answer",),
+    )
+    handle_impossible_answer: bool = word_field(
+        False,
+        FLAG,
+        "that the context has no answer is an answer too, without characters",
+        tasks=("question_answer",),
+    )
+    align_to_words: bool = word_field(
+        True,
+        FLAG,
+        "answers begin and end with whole words",
+        tasks=("question_answer",),
+    )
+    max_seq_len: int | None = whole_field(
+        None,
+        1,
+        MAX_INT32,
+        "longest [window](../tasks/question_answering.md#long-contexts) of a context with its question, in tokens, at"
+        " most the longest sequence; default: 384, or the longest sequence",
+        tasks=("question_answer",),
+    )
+    doc_stride: int | None = whole_field(
+        None,
+        0,
+        MAX_INT32,
+        "tokens of a long context that two windows share; default: 128, or half of `max_seq_len`",
+        tasks=("question_answer",),
     )
     labels: tuple[str, ...] | None = parameter_field(
         None,
@@ -286,7 +327,7 @@ class RowParameters:
 
         Args:
             given: values by name.
-            width: width of the model's output.
+            width: width of the model's output; 0 and None have none.
 
         Raises:
             RequestError: a parameter is for another task, or its value is not allowed.
@@ -299,7 +340,7 @@ class RowParameters:
                     f"the parameter {name} is for the task {' or '.join(parameter.tasks)};"
                     f" this model has the task {task}"
                 )
-            if width is not None and name in _UP_TO_WIDTH:
+            if width and name in _UP_TO_WIDTH:
                 parameter = parameter.up_to(width)
             if value is None:
                 refuse(name, value, parameter.allowed)
@@ -317,6 +358,18 @@ class RowParameters:
     def is_cut(self) -> bool:
         """Whether texts that are too long are cut."""
         return self.truncate or self.truncate_prompt_tokens is not None
+
+    @property
+    def questions(self) -> QuestionForm:
+        """What is asked of questions."""
+        return QuestionForm(
+            top_k=self.top_k or DEFAULT_ANSWERS,
+            max_answer_len=self.max_answer_len,
+            handle_impossible_answer=self.handle_impossible_answer,
+            align_to_words=self.align_to_words,
+            max_seq_len=self.max_seq_len,
+            doc_stride=self.doc_stride,
+        )
 
     def options(
         self,

@@ -11,9 +11,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from varlen.intake.context_windows import ContextWindows
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
+from varlen.request.questions import answers_json
 from varlen.request.request import Float32Array, Output, Request
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
@@ -94,6 +96,7 @@ class AnswerOptions:
         top_k: tokens that fill a mask.
         spans: form of the spans of `extract`.
         entities: reader of the entities of texts; None leaves them empty.
+        windows: windows of the contexts of questions, each a prompt.
     """
 
     names: frozenset[str]
@@ -103,6 +106,7 @@ class AnswerOptions:
     top_k: int = DEFAULT_TOP_K
     spans: SpanForm = field(default_factory=SpanForm)
     entities: EntityReader | None = None
+    windows: ContextWindows | None = None
 
     @classmethod
     def of(
@@ -160,11 +164,12 @@ class ArrayAnswer:
     @classmethod
     def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
         """Return what answers a request."""
-        prompts = request.prompts
+        prompts, windows = request.prompts, options.windows
+        num_tokens = [prompt.num_tokens for prompt in prompts]
         return cls(
             outputs,
             options,
-            [prompt.num_tokens for prompt in prompts],
+            num_tokens if windows is None else windows.count(num_tokens),
             [prompt.num_vectors for prompt in prompts],
             [
                 [outputs.term_text(token_id).encode() for token_id in prompt.token_ids.tolist()]
@@ -259,6 +264,9 @@ class ArrayAnswer:
     def _found_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
         """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
+        if options.windows is not None:
+            texts = [answers_json(row) for row in options.windows.answers(rows)]
+            return {"answers": np.array(texts, dtype=np.object_)[:, None]}
         if outputs.task == "extract":
             form = options.spans
             return span_tensors([form.spans(row, each) for row, each in enumerate(rows)])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
+from varlen.intake.context_windows import ContextWindows
 from varlen.intake.tokenization import Text
 from varlen.parameter import LONGEST_NEAR_MISS, read_json, refuse
 from varlen.request.draft import Draft
@@ -89,6 +90,9 @@ def read_request(
             max_tokens=given.truncate_prompt_tokens,
         )
         return Draft(steps, given.options(deadline)), answer
+    if outputs.task == "question_answer":
+        windows = _context_windows(tensors, given, intake)
+        return Draft(windows.steps, given.options(deadline)), replace(answer, windows=windows)
     if given.aggregation_strategy is not None:
         answer = replace(answer, entities=_entity_reader(tensors, given, intake))
     checked = given.options(deadline, normalize=answer.vectors.normalize)
@@ -225,6 +229,22 @@ def _texts_from_start(tensors: Tensors, given: RowParameters, intake: Intake) ->
     """
     is_part = given.is_cut and intake.cut_side(given) == "right"
     return _strings("text", tensors["text"], intake, "right" if is_part else None)
+
+
+def _context_windows(tensors: Tensors, given: RowParameters, intake: Intake) -> ContextWindows:
+    """Return the windows of the contexts of a request for answers."""
+    if tensors.keys() != {"text", "text_pair"}:
+        raise RequestError(
+            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, the question, and text_pair, its"
+            " context"
+        )
+    if given.is_cut or given.truncation_side is not None:
+        raise RequestError(
+            "the request cuts texts, and this model reads a long context in windows; leave truncate,"
+            " truncate_prompt_tokens and truncation_side out (max_seq_len is the length of a window)"
+        )
+    pairs = cast("list[tuple[str, str]]", _texts(tensors, intake, None))
+    return ContextWindows(intake.tokenizer, intake.limits, pairs, given.questions)
 
 
 def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list[Text]:

@@ -248,7 +248,7 @@ class Gateway:
         task: RowTask[_Answer],
         inputs: Inputs | Pairs,
         *,
-        text_fields: TextFields,
+        text_fields: TextFields | None,
         **options: Any,
     ) -> tuple[str, _Answer, int | None]:
         """Return a model's name, its answer to rows, and the number of their tokens.
@@ -257,12 +257,13 @@ class Gateway:
 
         Args:
             task, inputs, options: arguments of `AsyncClient.counted`.
-            text_fields: fields of the request that say how its texts are cut.
+            text_fields: fields of the request that say how its texts are cut; None where no text is.
 
         Raises:
             InvalidRequest: these fields contradict each other, or the token ids are of another tokenizer.
         """
-        options |= text_fields.truncation_options(auto_truncate=self.settings.auto_truncate)
+        if text_fields is not None:
+            options |= text_fields.truncation_options(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
         timeout = self.settings.timeout_seconds
         if task.method in _CHECKS_IDS and isinstance(inputs[0], list):

@@ -127,6 +127,7 @@ _TRIED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "classify": ("/predict", {"inputs": "I like this very much."}),
     "rerank": ("/v1/rerank", {}),
     "extract": ("/v1/extract", {}),
+    "question_answer": ("/", {"inputs": {"question": _QUERY, "context": _DOCUMENTS[0]}}),
     "token_classify": ("/pooling", {"input": "Ada Lovelace lived in London."}),
     "generate": ("/v1/completions", {}),
     "chat": ("/v1/chat/completions", {}),

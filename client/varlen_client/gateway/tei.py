@@ -6,6 +6,7 @@ Options stand in the body or in its object `parameters`, as clients of Hugging F
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,7 +30,7 @@ from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
-from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS
+from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS, QUESTIONS
 from varlen_client.row_answers import RowAnswers
 from varlen_client.row_options import AggregationStrategy, EntityOptions
 from varlen_client.tasks import (
@@ -38,6 +39,7 @@ from varlen_client.tasks import (
     HIDDEN,
     PREDICT,
     PREDICT_ENTITIES,
+    QUESTION_ANSWER,
     SPARSE_EMBED,
     TOKEN_EMBED,
     RowTask,
@@ -190,6 +192,37 @@ class PredictBody(_InputsBody, PredictFields):
         return self.function_to_apply
 
 
+class Question(Fields):
+    """A question and the text that may hold its answer."""
+
+    noun = "inputs"
+
+    question: StrictStr
+    context: StrictStr
+
+
+class QuestionFields(Fields):
+    """Options of questions, in the names of the pipeline of transformers."""
+
+    unserved = QUESTIONS
+
+    top_k: int | None = Field(default=None, ge=1)
+    max_answer_len: int | None = Field(default=None, ge=1)
+    handle_impossible_answer: bool | None = None
+    align_to_words: bool | None = None
+    max_seq_len: int | None = Field(default=None, ge=1)
+    doc_stride: int | None = Field(default=None, ge=0)
+    max_question_len: int | None = None
+    """Ignored, as the pipeline ignores it with a fast tokenizer."""
+
+
+class QuestionBody(_InputsBody, QuestionFields):
+    """A request to `/` for a model that answers questions: one question, or a batch."""
+
+    inputs: Question | ListOf[Question]
+    parameters: QuestionFields = QuestionFields()
+
+
 async def embed(gateway: Gateway, body: EmbedBody) -> Response:
     """Embed texts or token ids; the answer is a list of vectors."""
     body = _merged(body)
@@ -320,6 +353,31 @@ def _first_given(body: PredictBody, names: Sequence[str]) -> str | None:
     return next((name for name in names if getattr(body, name)), None)
 
 
+async def _answers(gateway: Gateway, body: QuestionBody) -> Response:
+    """Answer questions in the form of the pipeline of transformers.
+
+    The only answer to a question is no list.
+    """
+    body = _merged(body)
+    questions = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+    if not 1 <= len(questions) <= MAX_INPUTS:
+        raise InvalidRequest(f"inputs has {len(questions)} rows; allowed: 1 to {MAX_INPUTS}")
+    options = given_options(
+        **{
+            name: getattr(body, name)
+            for name in QuestionFields.model_fields
+            if name != "max_question_len"
+        }
+    )
+    pairs = [(each.question, each.context) for each in questions]
+    _, found, _ = await gateway.answer(
+        body.model, QUESTION_ANSWER, pairs, text_fields=None, **options
+    )
+    rows = [[asdict(each) for each in row] for row in found]
+    answers = [row[0] if len(row) == 1 else row for row in rows]
+    return json_response(answers if isinstance(body.inputs, list) else answers[0])
+
+
 def _single_texts(body: PredictBody, name: str) -> tuple[list[str], bool]:
     """Return the texts of a request, and whether they are a list.
 
@@ -337,7 +395,7 @@ def _single_texts(body: PredictBody, name: str) -> tuple[list[str], bool]:
 
 
 async def root(gateway: Gateway, body: AnyBody) -> Response:
-    """Do what the model is for: embed or classify texts.
+    """Do what the model is for: embed or classify texts, or answer questions.
 
     A body of `/similarity` or `/rerank` is answered as there.
     """
@@ -352,6 +410,8 @@ async def root(gateway: Gateway, body: AnyBody) -> Response:
         form, answer = RerankBody, rerank
     elif info.labels_texts or info.known_task == "token_classify":
         form, answer = PredictBody, predict
+    elif info.known_task == "question_answer":
+        form, answer = QuestionBody, _answers
     elif info.known_task == "sparse_embed":
         form, answer = SparseBody, embed_sparse
     found = await in_thread(partial(checked, form, given, gateway.ignore_fields))

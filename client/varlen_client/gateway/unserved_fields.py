@@ -98,6 +98,19 @@ TEXTS: UnservedFields = {
     "mm_processor_kwargs": Unserved(_TEXT_ONLY),
     "images": Unserved(_TEXT_ONLY),
 }
+QUESTIONS: UnservedFields = {
+    **TEXTS,
+    **dict.fromkeys(
+        (
+            "truncate",
+            "truncation",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "truncation_direction",
+        ),
+        Unserved("a long context is read in windows, of max_seq_len tokens"),
+    ),
+}
 LABELS: UnservedFields = {
     **TEXTS,
     # of the pipelines of transformers

@@ -58,8 +58,8 @@ def test_takes_an_unknown_feature_that_is_off(folder, value):
         ("layer_norm_eps", True, "has layer_norm_eps True; allowed: numbers from 0"),
         (
             "architectures",
-            ["BertForQuestionAnswering"],
-            'has the architecture "BertForQuestionAnswering"; allowed: BertModel',
+            ["BertForMultipleChoice"],
+            'has the architecture "BertForMultipleChoice"; allowed: BertModel',
         ),
         ("architectures", "BertModel2", 'has the architecture "BertModel2"; allowed: BertModel'),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 from varlen_client.errors import ServerUnavailable
 from varlen_client.gateway.pooling import Classes
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.row_answers import LabelScore, Ranking, Span, SparseVector
+from varlen_client.row_answers import ContextAnswer, LabelScore, Ranking, Span, SparseVector
 from varlen_client.tasks import EMBED, RANK, RERANK
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
@@ -21,6 +21,7 @@ OUTPUTS = {
     "ranker": {"logits": (1,)},
     "classifier": {"logits": (3,)},
     "tagger": {"logits": (-1, 9)},
+    "answerer": {"answers": (1,)},
     "filler": {"token_ids": (-1, 5), "num_masks": (1,)},
     "writer": {"text_output": (-1,)},
     "tokens": {"token_embeddings": (-1, 4)},
@@ -110,6 +111,10 @@ ANSWERS = {
     # the server's JSON
     "predict_entities": lambda rows: [
         b'[{"entity_group":"P\xc3\xa9","end":%d}]' % len(row) for row in rows
+    ],
+    "question_answer": lambda rows: [
+        [ContextAnswer(0.5, 0, 3, context[:3]), ContextAnswer(0.25, 0, 0, "")][: len(question)]
+        for question, context in rows
     ],
     "extract": lambda rows: [[Span(0, len(row), row, "person", 0.5)] for row in rows],
     "predict": lambda rows: [

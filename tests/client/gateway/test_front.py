@@ -121,6 +121,7 @@ def test_a_task_that_no_config_has_is_that_of_the_outputs(send):
         "ranker": "classify",
         "classifier": "classify",
         "tagger": "token_classify",
+        "answerer": "question_answer",
         "filler": "fill_mask",
         "writer": "generate",
         "tokens": "token_embed",
@@ -301,7 +302,7 @@ def test_the_example_of_each_route_is_answered(send, make_app):
 @pytest.mark.parametrize("task", EXAMPLES_BY_TASK)
 def test_a_model_of_each_task_is_tried_on_a_route_that_answers(send, task):
     example = EXAMPLES_BY_TASK[task]
-    models = FITTING | {"/pooling": "tagger"}
+    models = FITTING | {"/pooling": "tagger", "/": "answerer"}
 
     body = {"model": models.get(example.path, "embedder"), **example.body}
     found = send("POST", example.path, body)

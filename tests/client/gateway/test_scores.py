@@ -384,3 +384,46 @@ def test_a_model_that_labels_tokens_answers_with_entities(post, calls, path):
     assert many == [one]
     strategies = [call[3]["aggregation_strategy"] for call in calls.received]
     assert strategies == ["simple", "none"]
+
+
+QUESTION = {"question": "who?", "context": "Ada Lovelace"}
+ANSWER = {"score": 0.5, "start": 0, "end": 3, "answer": "Ada"}
+NO_ANSWER = {"score": 0.25, "start": 0, "end": 0, "answer": ""}
+
+
+def test_a_model_that_answers_questions_has_the_form_of_the_pipeline(post, calls):
+    given = {"top_k": 2, "handle_impossible_answer": True, "max_question_len": 64}
+    two = post("/", model="answerer", inputs=QUESTION, parameters=given)
+    one = post("/", model="answerer", inputs={**QUESTION, "question": "?"}, doc_stride=0)
+    many = post("/", model="answerer", inputs=[QUESTION, {**QUESTION, "question": "?"}])
+
+    assert two == [ANSWER, NO_ANSWER]
+    # one answer is no list
+    assert one == ANSWER
+    assert many == [[ANSWER, NO_ANSWER], ANSWER]
+    assert calls.received[0][1:3] == ("question_answer", [("who?", "Ada Lovelace")])
+    options = [given_to(call) for call in calls.received]
+    assert options == [{"top_k": 2, "handle_impossible_answer": True}, {"doc_stride": 0}, {}]
+
+
+def given_to(call):
+    """Return the options of a call that are not None."""
+    return {name: each for name, each in call[3].items() if each is not None}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inputs": "who?"},
+        {"inputs": {"question": "who?"}},
+        {"inputs": []},
+        {"top_k": 0},
+        {"truncate": True},
+        {"parameters": {"truncate_prompt_tokens": 3}},
+    ],
+)
+def test_wrong_questions_are_refused(send, calls, wrong):
+    body = {"model": "answerer", "inputs": QUESTION, **wrong}
+
+    assert send("POST", "/", body).status_code in (400, 422)
+    assert calls.received == []

@@ -35,7 +35,7 @@ class Heads:
         norm: norm after the activation, if there is one.
         norm_eps: added to its variance.
         pools_dense: whether the outputs of the dense layer are pooled, instead of its inputs.
-        classifier: `[hidden, labels]`, of sequences or of tokens.
+        classifier: `[hidden, labels]`, of sequences or of tokens; of `question_answer` beginning and end.
         masked_lm: the head of a masked language model, for tasks that need it.
         extraction: the head of a model that extracts spans.
     """
@@ -76,7 +76,7 @@ def record_head(
     Returns:
         embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; extract
         `[pairs, columns]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens,
-        labels]`; token_embed `[tokens, features]`.
+        labels]`; question_answer `[tokens, 2]`; token_embed `[tokens, features]`.
     """
     import torch
 
@@ -101,7 +101,8 @@ def record_head(
             answer = heads.masked_lm.record_top_terms(ops, hidden)
         case _:
             assert heads.classifier is not None
-            is_whole = task == "token_classify" or heads.pools_dense
+            of_tokens = task in ("token_classify", "question_answer")
+            is_whole = of_tokens or heads.pools_dense
             row = hidden if is_whole else _one_row(ops, heads, hidden)
             # an encoder without layers has no last norm
             x = row if row.dtype == torch.float32 else ops.to_fp32(row)

@@ -126,13 +126,20 @@ def encoder_classes(name: str, *more: str) -> tuple[dict[str, Task], dict[Task, 
         name: the beginning of its classes, such as Bert of BertModel.
         more: classes with only the encoder, or with a head that is not served.
     """
-    masked, sequences, tokens = (
-        f"{name}For{head}" for head in ("MaskedLM", "SequenceClassification", "TokenClassification")
+    masked, sequences, tokens, questions = (
+        f"{name}For{head}"
+        for head in (
+            "MaskedLM",
+            "SequenceClassification",
+            "TokenClassification",
+            "QuestionAnswering",
+        )
     )
     architectures: dict[str, Task] = {
         **dict.fromkeys((f"{name}Model", masked, *more), "embed"),
         sequences: "classify",
         tokens: "token_classify",
+        questions: "question_answer",
     }
     heads: dict[Task, str] = {
         "sparse_embed": masked,
@@ -140,5 +147,6 @@ def encoder_classes(name: str, *more: str) -> tuple[dict[str, Task], dict[Task, 
         "classify": sequences,
         "rerank": sequences,
         "token_classify": tokens,
+        "question_answer": questions,
     }
     return architectures, heads

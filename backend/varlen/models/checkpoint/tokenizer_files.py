@@ -133,6 +133,18 @@ def read_tokenizer_settings(
     )
 
 
+def check_padding_side(folder: Path) -> None:
+    """Raise CheckpointError if tokenizer_config.json pads on the left.
+
+    The pipeline of questions would read the context before its question.
+    """
+    if read_optional_object(folder, _CONFIG).get("padding_side") == "left":
+        raise CheckpointError(
+            f'{_CONFIG} has padding_side left, and the task "question_answer" reads a question before its context;'
+            " allowed: right"
+        )
+
+
 def _truncation_side(config: Json, tokenizer: Json) -> TruncationSide:
     """Return the side that transformers cuts: tokenizer_config.json comes before tokenizer.json."""
     cut = tokenizer.get("truncation")
