@@ -35,7 +35,8 @@ def our_command(repository: Path) -> Iterator[Addresses]:
     output = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=output, stderr=output, cwd=repository) as process:
         try:
-            with Client(f"grpc://127.0.0.1:{grpc}", "it") as client:
+            # HTTP starts after gRPC
+            with Client(f"http://127.0.0.1:{http}", "it") as client:
                 wait_until(client.ready, "the model is ready")
             yield f"http://127.0.0.1:{http}", f"grpc://127.0.0.1:{grpc}"
         finally:
