@@ -4,19 +4,22 @@ import json
 import re
 import shlex
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.backend.models.test_router import save as save_routes
+from tests.checkpoints import save_checkpoint
 from tests.docs.pages import blocks, commands
 from varlen_client.cli.main import PANELS, app
 from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway
-from .serving import TIMEOUT_SECONDS
-from .task_models import TASK_MODELS
+from .serving import TIMEOUT_SECONDS, load_all
+from .task_models import TASK_MODELS, fetch_task_model
 
 TASK_PAGES = (
     "embeddings",
@@ -54,6 +57,8 @@ STAND_INS = {
     "my_model": "minilm",
     "en-de": "tiny_dates",
 }
+# A model with routes on the page of sparse vectors.
+ROUTED = "docs-v3"
 # The model of a gateway that serves one, by the path of a request without `model`.
 MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
@@ -92,9 +97,25 @@ def blocks_of(language):
     ]
 
 
+@pytest.fixture(scope="module")
+def load_routes(server, repository, tmp_path_factory):
+    """Return a function that loads the model whose queries are looked up, if it is not loaded yet."""
+
+    @cache
+    def load():
+        folder = tmp_path_factory.mktemp("routes")
+        save_routes(save_checkpoint(folder / "bert", "BertForMaskedLM"), folder / "saved")
+        fetch_task_model(folder / "saved", repository, ROUTED, "sparse_embed")
+        load_all(server, [ROUTED])
+
+    return load
+
+
 @pytest.fixture
-def models_of_the_block(block, load_task_models):
+def models_of_the_block(block, load_task_models, load_routes):
     """Load the models that a block names, or asks without a name."""
+    if ROUTED in block.code:
+        load_routes()
     names = {*re.findall(r"\w[\w-]*", block.code)}
     names |= {STAND_INS[name] for name in names & STAND_INS.keys()}
     names |= {model for path, model in MODEL_OF_PATH.items() if path in block.code}

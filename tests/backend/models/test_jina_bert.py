@@ -179,8 +179,8 @@ def test_the_form_of_transformers_stays_as_it_is():
         ({"auto_map": {"AutoModel": "mine.Other"}}, 'auto_map with "mine.Other", code that is not'),
         ({"window": 7}, 'has the field "window" (7), which this version does not know'),
         (
-            {"architectures": ["JinaBertForQuestionAnswering"]},
-            'has the architecture "JinaBertForQuestionAnswering"; allowed: JinaBertModel, ',
+            {"architectures": ["JinaBertForMultipleChoice"]},
+            'has the architecture "JinaBertForMultipleChoice"; allowed: JinaBertModel, ',
         ),
         ({"architectures": ["HF_ColBERT"]}, "has the architecture HF_ColBERT, that of the first"),
         ({"max_position_embeddings": 10**9}, "max_position_embeddings 1000000000; allowed"),

@@ -362,6 +362,7 @@ def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
 # Calls with arguments of `in_place_arguments`, by position.
 IN_PLACE_CALLS = {
     "activate": {"kind": "gelu"},
+    "add": {},
     "add_layer_norm": {"eps": EPS},
     "layer_norm": {"eps": EPS},
     "norm_heads": {"num_heads": 2, "num_kv_heads": 1, "eps": EPS},
@@ -379,6 +380,7 @@ def in_place_arguments(op, tokens, hidden, dtype):
     weight, bias = (rand(hidden, dtype=dtype, seed=seed) for seed in (2, 3))
     heads = rand(tokens, 4 * 2 * hidden, dtype=dtype)
     return {
+        "add": (x, other),
         "add_layer_norm": (x, other, weight, bias),
         "layer_norm": (x, weight, bias),
         "norm_heads": (heads, weight.repeat(2), bias.repeat(2)),
