@@ -99,7 +99,7 @@ def blocks_of(language):
 
 @pytest.fixture(scope="module")
 def load_routes(server, repository, tmp_path_factory):
-    """Return a function that loads the model whose queries are looked up, if it is not loaded yet."""
+    """Return a function that loads a model with routes, once."""
 
     @cache
     def load():
