@@ -48,8 +48,8 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server trained demo serve wheels examples test test-all test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
-.PHONY: bench-adopt bench-beam bench-encoder bench-generate bench-memory bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
+.PHONY: help setup server trained demo serve wheels bundle examples test test-all test-engine test-kernels test-gpu gpu-report campaign check deploy-check docs
+.PHONY: bench-adapters bench-adopt bench-beam bench-encoder bench-fidelity bench-generate bench-memory bench-outputs bench-ranks bench-replicas bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,10 @@ wheels: $(VENV)/serve.stamp ## Build both wheels into dist/, with compiled ops f
 	@$(BIN)/python -m build --quiet --wheel --outdir dist .
 	$(BIN)/python .ci/check_wheel.py $(patsubst all,--all-levels,$(filter all,$(LEVELS))) dist/varlen-*.whl
 
+bundle: server ## Write dist/varlen-server-cp*.pyz, the server for machines without a network (BUNDLE= has options, LEVELS= as above)
+	$(BIN)/python -m varlen_kernels.cpu.compile_all $(patsubst all,--all,$(LEVELS))
+	@$(BIN)/python -m varlen_tools.bundle $(BUNDLE)
+
 examples: setup ## Run every example against a real server
 	@$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,examples]'
 	@$(INSTALL) --no-deps $(TRITON_WHEEL)
@@ -190,13 +194,23 @@ bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machi
 	-@$(MAKE) --no-print-directory $(VENV)/peers-zentorch/stamp
 	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
 
+bench-adapters: setup ## Compare a batch of many adapters with the model alone and with peft; appends to docs/benchmarks
+	$(BIN)/python -m varlen_bench.adapters $(BENCH)
+
 bench-adopt: setup ## Compare a stock ensemble (tokenizer, ONNX) with its varlen model; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps $(TRITON_WHEEL)
 	$(BIN)/python -m varlen_bench.adopt $(BENCH)
 
+bench-fidelity: setup ## Compare what engines answer for a corpus of checkpoints with the original libraries; appends to docs/benchmarks
+	-@$(MAKE) --no-print-directory --keep-going $(foreach name,optimum fastembed openvino ctranslate2 infinity vllm llamacpp,$(VENV)/peers-$(name)/stamp)
+	$(BIN)/python -m varlen_bench.fidelity --page docs/benchmarks/fidelity.md $(BENCH)
+
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.memory $(BENCH)
+
+bench-outputs: setup ## Time several outputs of one pass over the dense one, and beside FlagEmbedding's recipe; appends to docs/benchmarks
+	$(BIN)/python -m varlen_bench.outputs $(BENCH)
 
 bench-ranks: setup ## Measure what it costs that several processes hold one model; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.ranks $(BENCH)
@@ -209,6 +223,11 @@ $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
 	@echo "setup: installing $* in an environment of its own (minutes)"
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@[ $* != llamacpp ] || { cd $(@D) && version=$$(sed -n 's/^llama-cpp-python==//p' $(abspath $<)) \
+		&& bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python llama-cpp-python==$$version \
+		&& mkdir -p llama.cpp && tar xzf llama_cpp_python-*.tar.gz -C llama.cpp --strip-components=3 --wildcards \
+			'*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/*' '*/vendor/llama.cpp/convert_hf_to_gguf.py' \
+		&& rm llama_cpp_python-*.tar.gz; }
 	@touch $@
 
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks

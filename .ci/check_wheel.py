@@ -32,6 +32,7 @@ class Distribution:
         data_files: files that the packages read, by their names in the wheel.
         largest_bytes: limit of its compressed files together, without compiled ops.
         unwanted: beginnings of requirements that it must not have.
+        left_out: beginnings of names in the packages that are for a checkout only.
     """
 
     project: Path
@@ -39,6 +40,7 @@ class Distribution:
     data_files: tuple[str, ...]
     largest_bytes: int
     unwanted: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 # Only development needs them: users get a server and a model elsewhere.
@@ -53,6 +55,10 @@ BACKEND = Distribution(
     ("varlen_kernels/tuning.json", "varlen/models/checkpoint/fields_of_transformers.json"),
     1_000_000,
     _DEVELOPMENT_WHEELS,
+    (
+        *("varlen_tools/train_demo/", "varlen_tools/demo.py"),
+        *("varlen_tools/bundle.py", "varlen_tools/unbundle.py"),
+    ),
 )
 CLIENT = Distribution(
     PROJECT / "client",
@@ -137,16 +143,18 @@ def _is_expected(name: str, expected: Distribution) -> bool:
     if name in expected.data_files or fnmatch.fnmatchcase(name, CODE):
         return True
     in_package = path.parts[0] in expected.packages and "tests" not in path.parts
+    in_package = in_package and not name.startswith(expected.left_out)
     return in_package and path.suffix in ALLOWED_SUFFIXES
 
 
 def source_files(expected: Distribution, project: Path = PROJECT) -> list[str]:
     """Return the Python files of a distribution's packages, by their names in the wheel."""
-    return [
+    names = (
         f"{package}/{path.relative_to(project / folder).as_posix()}"
         for package, folder in expected.packages.items()
         for path in sorted((project / folder).rglob("*.py"))
-    ]
+    )
+    return [name for name in names if not name.startswith(expected.left_out)]
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -30,11 +30,11 @@ The exit code is 0, 1 if the server or the request failed, or 2 if the arguments
 $contents
 
 The package `varlen-client` alone has `serve-http`, `status` and the commands that ask; `varlen` has them all.
-Those of `varlen` are modules too, such as `python -m varlen_tools.fetch`.
+The commands of `varlen` are modules too, such as `python -m varlen_tools.fetch`.
 
 ## Options of requests
 
-All commands that send requests have these, except that `generate` and `translate` do not truncate.
+All commands that send requests have these, except that `generate`, `translate` and `question-answer` do not truncate.
 
 $shared
 $commands""")

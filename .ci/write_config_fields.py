@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from varlen.models.checkpoint.unread_fields import FIELDS_FILE
+from varlen.models.checkpoint.config_fields import FIELDS_FILE
 from varlen.models.registry import FAMILIES
 from varlen_tools.pip_download import download_wheel
 

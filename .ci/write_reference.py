@@ -1,7 +1,7 @@
 """Write the pages that are made from code, or their tables: `python .ci/write_reference.py`.
 
-The tables are made from `EngineConfig`, the metric catalogue, the commands, the tasks and the parameters of requests,
-so they always agree with the code.
+The tables are made from `EngineConfig`, the metric catalogue, the commands, the tasks, the parameters of requests and
+the families of models, so they always agree with the code.
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from string import Template
 
 from commands_page import commands_page
 from layers_table import architecture_page
+from models_tables import models_page
 from wire_tables import wire_page
 
 from varlen.config import SETTINGS
@@ -68,6 +69,7 @@ _METRIC_SECTIONS = {
     ),
     "Memory": ("varlen_weight", "varlen_arena", "varlen_plan", "varlen_cuda"),
     "Response cache": ("varlen_response_cache",),
+    "Adapters": ("varlen_adapter",),
 }
 
 _CONFIGURATION = Template("""\
@@ -214,7 +216,7 @@ def _tasks_note(setting: Parameter) -> str:
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:
     values = ", ".join(metric.label_values)
-    label = f"`{metric.label}`: {values}" if values else ""
+    label = f"`{metric.label}`: {values or 'names of the model'}" if metric.label else ""
     return f"`{metric.value}`", metric.kind.lower(), label, metric.unit, f"{metric.description}."
 
 
@@ -239,6 +241,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands_page(COMMAND),
         "wire.md": wire_page(DOCS / "wire.md"),
         "../concepts/architecture.md": architecture_page(DOCS / "../concepts/architecture.md"),
+        "../start/models.md": models_page(DOCS / "../start/models.md"),
     }
 
 

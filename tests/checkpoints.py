@@ -119,11 +119,32 @@ SMALL_DECODERS: Mapping[str, dict[str, Any]] = {
     "Llama": _SMALL_LLAMA,
     "Mistral": {**_SMALL_LLAMA, "sliding_window": None},
     "Qwen2": _SMALL_LLAMA,
+    "Qwen3Moe": {
+        **_SMALL_LLAMA,
+        "head_dim": 10,
+        "moe_intermediate_size": 20,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "Qwen3": {**_SMALL_LLAMA, "head_dim": 10},
     # the longest names first
     "Gemma3": {**_SMALL_GEMMA2, "num_hidden_layers": 4, "layer_types": _LAYER_TYPES},
     "Gemma2": _SMALL_GEMMA2,
     "Gemma": {**_SMALL_LLAMA, "num_key_value_heads": 1, "head_dim": 8},
+    "Phi3": {**_SMALL_LLAMA, "pad_token_id": 0},
+    "Granite": {
+        **_SMALL_LLAMA,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "SmolLM3": {**_SMALL_LLAMA, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "Olmo2": {**_SMALL_LLAMA, "num_key_value_heads": 6, "pad_token_id": 0},
+    "Olmo3": {**_SMALL_LLAMA, "num_hidden_layers": 4, "sliding_window": 7, "pad_token_id": 0},
+    "HunYuanDenseV1": {**_SMALL_LLAMA, "head_dim": 10, "pad_token_id": 0},
 }
 _SMALL_BART = {
     "d_model": 36,
@@ -152,8 +173,19 @@ _SMALL_T5 = {
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }
+# An encoder that is narrower than the decoder, with other heads.
+_SMALL_T5GEMMA = {
+    "hidden_size": 36,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "encoder": {**_SMALL_GEMMA2, "hidden_size": 24, "num_hidden_layers": 2, "head_dim": 6},
+    "decoder": _SMALL_GEMMA2,
+}
 # By the beginning of the class's name, the fields of a small model with an encoder and a decoder.
 SMALL_ENCODER_DECODERS: Mapping[str, dict[str, Any]] = {
+    # the longest names first
+    "T5Gemma": _SMALL_T5GEMMA,
     "Bart": _SMALL_BART,
     "MBart": _SMALL_BART,
     "Marian": {**_SMALL_BART, "forced_eos_token_id": 2},
@@ -195,7 +227,9 @@ def save_checkpoint(
     hidden = next(
         settings[name] for name in ("hidden_size", "n_embd", "d_model", "dim") if name in settings
     )
-    if family not in ("T5", "MT5"):
+    if family == "T5Gemma":
+        settings = _with_parts(settings, initializer_range=0.2)
+    elif family not in ("T5", "MT5"):
         # T5 does this itself
         deviation = "init_std" if family in SMALL_ENCODER_DECODERS else "initializer_range"
         settings.setdefault(deviation, hidden**-0.5)
@@ -216,6 +250,14 @@ def save_checkpoint(
     for name, content in (files or {}).items():
         write_file(folder, name, content)
     return folder
+
+
+def _with_parts(settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the fields of a T5Gemma, whose parts have the tokens of the whole."""
+    tokens = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+    common = {name: settings[name] for name in tokens} | more
+    parts = {name: {**common, **settings[name]} for name in ("encoder", "decoder")}
+    return {name: value for name, value in settings.items() if name != "hidden_size"} | parts
 
 
 def config_class_of(family: str) -> Any:

@@ -73,7 +73,11 @@ def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> i
     counts there are the results of ops, rounded to `dtype`: ten a layer, each from operands rounded as often.
     """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    if config["model_type"] == "gpt2":
+    if config["model_type"] == "t5gemma":
+        # with the attention to its source, a decoder's layer counts as two
+        first, second = (config[part]["num_hidden_layers"] for part in ("encoder", "decoder"))
+        config = {**config["decoder"], "num_hidden_layers": first + 2 * second}
+    if "n_layer" in config:
         sizes = [config["n_layer"], config["n_embd"], config["n_inner"], config["n_positions"]]
     elif "encoder_layers" in config:
         # with the attention to its source, a decoder's layer counts as two

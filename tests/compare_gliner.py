@@ -34,6 +34,16 @@ MODELS = {
     "words": {"span_mode": "token_level"},
     "words, projection": {"span_mode": "token_level", "hidden_size": 16},
     "words, ModernBERT": {"kind": "ModernBertModel", "span_mode": "token_level"},
+    "labels apart": {"labels_kind": "BertModel", "seed": 4},
+    "labels apart, projections": {"labels_kind": "BertModel", "hidden_size": 16, "seed": 1},
+    "labels apart, ModernBERT": {
+        "kind": "ModernBertModel",
+        "labels_kind": "BertModel",
+        "encoder": {"max_position_embeddings": 256},
+        "seed": 1,
+    },
+    "labels apart, DeBERTa": {"labels_kind": "DebertaV2Model", "labels": {"hidden_size": 12}},
+    "labels apart, words": {"labels_kind": "BertModel", "span_mode": "token_level", "seed": 2},
 }
 FORMS = [
     {"flat_ner": flat_ner, "multi_label": multi_label}
@@ -84,7 +94,7 @@ def main(folder):
     """Compare every model."""
     warnings.simplefilter("ignore")
     for number, (name, fields) in enumerate(MODELS.items()):
-        compare(name, save_gliner(Path(folder, str(number)), seed=number, **fields))
+        compare(name, save_gliner(Path(folder, str(number)), **{"seed": number, **fields}))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _SERVER_TESTS = "tests/server/"
 # These start their own servers; the other files there share one.
 _OWN_SERVERS = (
-    *("test_adopt.py", "test_drain.py", "test_ending.py", "test_generate.py", "test_gpu.py"),
+    *("test_adopt.py", "test_drain.py", "test_emulated_gpu.py", "test_ending.py"),
+    *("test_generate.py", "test_gpu.py"),
     *("test_generation_workers.py", "test_int8.py", "test_killed_process.py", "test_parallel.py"),
     *("test_second_start.py", "test_serve.py", "test_translate.py"),
 )

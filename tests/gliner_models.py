@@ -3,8 +3,8 @@
 The arithmetic is in plain torch.
 
 `compare_gliner.py` compares this statement of the arithmetic with the library itself, which does not install beside the
-transformers of these tests. Sources: `modeling/base.py`, `layers.py`, `span_rep.py`, `scorers.py`, `decoding/` and
-`data_processing/` of gliner 0.2.29.
+transformers of these tests. Sources: `modeling/base.py`, `encoder.py`, `layers.py`, `span_rep.py`, `scorers.py`,
+`decoding/` and `data_processing/` of gliner 0.2.29.
 """
 
 import json
@@ -29,11 +29,15 @@ from tests.checkpoints import (
 
 FIRST_ADDED, MARK, SEPARATOR = "[FLERT]", "<<ENT>>", "<<SEP>>"
 PREFIX = "token_rep_layer.bert_layer.model."
+LABELS_PREFIX = "token_rep_layer.labels_encoder.model."
+LABELS_TOKENIZER = "labels_tokenizer"
 WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
 KINDS = {"DebertaV2Model": "deberta-v2", "ModernBertModel": "modernbert", "BertModel": "bert"}
 
 
-def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields):
+def save_gliner(
+    folder, kind="DebertaV2Model", *, seed=0, encoder=None, labels_kind=None, labels=None, **fields
+):
     """Save a random model of spans or words, and return its folder.
 
     Args:
@@ -41,21 +45,36 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
         kind: class of the encoder.
         seed: seed of the weights of the head.
         encoder: fields of the encoder's configuration.
+        labels_kind: class of the encoder of labels; None if they are tokens before a text.
+        labels: fields of its configuration.
         fields: fields of gliner_config.json.
     """
     folder = Path(folder)
     vocabulary = len(SPECIAL_TOKENS) + len(LETTERS)
     made = save_checkpoint(folder / "encoder", kind, vocab_size=vocabulary + 3, **(encoder or {}))
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
-    added = [AddedToken(text, special=True) for text in (FIRST_ADDED, MARK, SEPARATOR)]
-    tokenizer.add_special_tokens(added)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
-    write_file(
-        folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    )
+    if labels_kind is None:
+        added = [AddedToken(text, special=True) for text in (FIRST_ADDED, MARK, SEPARATOR)]
+        tokenizer.add_special_tokens(added)
+    _save_tokenizer(tokenizer, folder)
     config = json.loads((made / "config.json").read_text())
     tensors = {PREFIX + name: tensor for name, tensor in load_file(made / WEIGHTS).items()}
+    if labels_kind is not None:
+        # other words than the tokenizer of texts has
+        of_labels = save_checkpoint(
+            folder / "label_encoder", labels_kind, words=LETTERS[3:], **(labels or {})
+        )
+        tokenizer = Tokenizer.from_file(str(of_labels / "tokenizer.json"))
+        _save_tokenizer(tokenizer, folder / LABELS_TOKENIZER)
+        stored = load_file(of_labels / WEIGHTS)
+        tensors |= {LABELS_PREFIX + name: tensor for name, tensor in stored.items()}
+        fields = {
+            "labels_encoder": "label_encoder",
+            "labels_encoder_config": json.loads((of_labels / "config.json").read_text()),
+            "class_token_index": -1,
+            "vocab_size": -1,
+            **fields,
+        }
     settings = {
         "model_name": "encoder",
         "hidden_size": config["hidden_size"],
@@ -83,8 +102,19 @@ def save_gliner(folder, kind="DebertaV2Model", *, seed=0, encoder=None, **fields
     return folder
 
 
+def _save_tokenizer(tokenizer, folder):
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    write_file(
+        folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    )
+
+
 def publish(folder, hub, **fields):
     """Save a model as it is at the hub, and the model of its encoder.
+
+    An encoder of labels becomes `org/labels`.
 
     Returns:
         Both folders, `org/gliner` and `org/base` below `hub`.
@@ -98,11 +128,17 @@ def publish(folder, hub, **fields):
     published.mkdir(parents=True)
     settings = json.loads((folder / "gliner_config.json").read_text())
     del settings["encoder_config"], settings["class_token_index"], settings["vocab_size"]
+    if "labels_encoder" in settings:
+        del settings["labels_encoder_config"]
+        settings["labels_encoder"] = "org/labels"
+        shutil.copytree(folder / "label_encoder", hub / "org/labels")
     write_file(published, "gliner_config.json", {**settings, "model_name": "org/base", **fields})
     torch.save(load_file(folder / WEIGHTS), published / "pytorch_model.bin")
     shutil.copytree(folder / "encoder", base)
-    # rows that no token has, and a class with a head
-    set_fields(base, "config.json", vocab_size=999, architectures=["DebertaV2ForMaskedLM"])
+    # a class with a head; and rows that no token has, unless the library keeps them
+    set_fields(base, "config.json", architectures=["DebertaV2ForMaskedLM"])
+    if "labels_encoder" not in settings:
+        set_fields(base, "config.json", vocab_size=999)
     write_file(base, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return published, base
 
@@ -125,6 +161,9 @@ class Head(nn.Module):
         self.token_rep_layer = nn.Module()
         if hidden != width:
             self.token_rep_layer.projection = nn.Linear(width, hidden)
+        self.is_bi = config.get("labels_encoder") is not None
+        if self.is_bi and (size := config["labels_encoder_config"]["hidden_size"]) != hidden:
+            self.token_rep_layer.labels_projection = nn.Linear(size, hidden)
         if config["num_rnn_layers"]:
             self.rnn = nn.Module()
             self.rnn.lstm = nn.LSTM(
@@ -148,12 +187,21 @@ class Head(nn.Module):
             self.span_rep_layer.span_rep_layer = spans
             self.prompt_rep_layer = projection(hidden)
 
+    def vector(self, tokens):
+        """Return the vector of a label, given the features of its tokens."""
+        if hasattr(self.token_rep_layer, "labels_projection"):
+            tokens = self.token_rep_layer.labels_projection(tokens)
+        return tokens.mean(0)
+
     def forward(self, tokens, labels, words):
-        """Return the logits of one text: `[words, width, labels]`, or `[words, labels, 3]`."""
+        """Return the logits of one text: `[words, width, labels]`, or `[words, labels, 3]`.
+
+        `labels` are their tokens, or the vectors that an encoder of their own makes.
+        """
         if hasattr(self.token_rep_layer, "projection"):
             tokens = self.token_rep_layer.projection(tokens)
-        labels, words = tokens[labels], tokens[words]
-        if self.config["num_rnn_layers"]:
+        labels, words = labels if self.is_bi else tokens[labels], tokens[words]
+        if self.config["num_rnn_layers"] and not self.is_bi:
             words = self.rnn.lstm(words[None])[0][0]
         if self.config["span_mode"] == "token_level":
             return self._of_words(words, labels)
@@ -186,19 +234,23 @@ class Gliner:
         self.config = json.loads((folder / "gliner_config.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tensors = load_file(folder / WEIGHTS)
-        of_encoder = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
-        config = dict(self.config["encoder_config"])
-        config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        self.encoder = transformers.AutoModel.from_config(config).eval()
-        self.encoder.load_state_dict(of_encoder, strict=False)
+        self.encoder = _load(self.config["encoder_config"], tensors, PREFIX)
         self.head = Head(self.config).eval()
-        self.head.load_state_dict({n: t for n, t in tensors.items() if not n.startswith(PREFIX)})
+        prefixes = PREFIX, LABELS_PREFIX
+        self.head.load_state_dict({n: t for n, t in tensors.items() if not n.startswith(prefixes)})
+        if self.head.is_bi:
+            self.label_encoder = _load(self.config["labels_encoder_config"], tensors, LABELS_PREFIX)
+            self.label_tokenizer = Tokenizer.from_file(
+                str(folder / LABELS_TOKENIZER / "tokenizer.json")
+            )
 
     @torch.inference_mode()
     def logits(self, text, labels):
         """Return the logits of a text, see `Head`."""
         words = [match.group() for match in WORD.finditer(text)][: self.config["max_len"]]
         before = [each for label in labels for each in (MARK, label)] + [SEPARATOR]
+        if self.head.is_bi:
+            before = []
         found = self.tokenizer.encode([*before, *words], is_pretokenized=True)
         numbers = [-1 if number is None else number for number in found.word_ids]
         last = self.config.get("subtoken_pooling") == "last"
@@ -207,9 +259,16 @@ class Gliner:
             if last or number not in places:
                 places[number] = place
         tokens = self.encoder(torch.tensor([found.ids])).last_hidden_state[0]
+        of_words = [places[len(before) + i] for i in range(len(words))]
+        if self.head.is_bi:
+            return self.head(tokens, torch.stack([self._vector(each) for each in labels]), of_words)
         shift = 0 if self.config.get("embed_ent_token", True) else 1
         of_labels = [places[2 * index] + shift for index in range(len(labels))]
-        return self.head(tokens, of_labels, [places[len(before) + i] for i in range(len(words))])
+        return self.head(tokens, of_labels, of_words)
+
+    def _vector(self, label):
+        ids = self.label_tokenizer.encode(label).ids
+        return self.head.vector(self.label_encoder(torch.tensor([ids])).last_hidden_state[0])
 
     def entities(self, text, labels, *, threshold=0.5, flat_ner=True, multi_label=False):
         """Return start, end, text, label and score of each span."""
@@ -227,6 +286,18 @@ class Gliner:
             (words[i][0], words[j][1], text[words[i][0] : words[j][1]], labels[label], score)
             for i, j, label, score in kept
         ]
+
+
+def _load(config, tensors, prefix):
+    """Return the encoder of a model."""
+    config = dict(config)
+    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    encoder = transformers.AutoModel.from_config(config).eval()
+    encoder.load_state_dict(
+        {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
+        strict=False,
+    )
+    return encoder
 
 
 def thresholds_of(oracle, texts, labels, parts=(0.8, 0.97)):

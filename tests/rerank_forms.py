@@ -18,6 +18,10 @@ JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the"
     ' answer can only be "yes" or "no".'
 )
+QUESTION_OF_BGE = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a"
+    " prediction of either 'Yes' or 'No'."
+)
 RELEVANCE = (
     "You are a search relevance expert who evaluates how well documents match search queries. For each query-document"
     " pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment"
@@ -29,11 +33,13 @@ def save_reranker(folder, kind="Qwen3ForCausalLM"):
     saved = save_checkpoint(folder, kind, max_position_embeddings=2048)
     tokenizer = json.loads((saved / "tokenizer.json").read_text())
     model = tokenizer["model"]
-    names = {70: "yes", 80: "no", 90: "?Ċ"}
+    names = {70: "yes", 80: "no", 90: "?Ċ", 100: "Yes", 110: "<bos>"}
     model["vocab"] = {
         text: index for text, index in model["vocab"].items() if index not in names
     } | {text: index for index, text in names.items()}
     model["merges"] = [["?", "Ċ"]]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({"id": 110, "content": "<bos>", "special": True, **flags})
     split = {"type": "Split", "pattern": {"Regex": _QWEN_PIECES}, "behavior": "Isolated"}
     level = {
         "type": "ByteLevel",
@@ -79,15 +85,30 @@ def mxbai_tokens(tokenize, query, document, instruction, limit):
     return before + first + second + line + task + after
 
 
+def bge_tokens(tokenize, query, document, instruction, limit):
+    """Return the tokens of BaseLLMReranker in FlagEmbedding.
+
+    Its `max_length` leaves `limit` tokens in all, its `query_max_length` is three quarters of the pair.
+    """
+    assert instruction is None
+    line, task = tokenize("\n"), tokenize(QUESTION_OF_BGE)
+    longest = limit - len(line) - len(task)
+    first = tokenize(f"A: {query}")[: (longest - 1) * 3 // 4]
+    pair = [*tokenize("<bos>"), *first, *line, *tokenize(f"B: {document}")]
+    return pair[:longest] + line + task
+
+
+# The class, the tokens, the words of the answers: a score is the first one's logit minus the other one's.
 FORMS = {
-    "qwen3": ("Qwen3ForCausalLM", qwen_tokens, "yes", "no"),
-    "mxbai": ("Qwen2ForCausalLM", mxbai_tokens, "1", "0"),
+    "qwen3": ("Qwen3ForCausalLM", qwen_tokens, ("yes", "no")),
+    "mxbai": ("Qwen2ForCausalLM", mxbai_tokens, ("1", "0")),
+    "bge": ("GemmaForCausalLM", bge_tokens, ("Yes",)),
 }
 
 
 def expected_scores(folder, form, pairs, instruction=None, limit=10**6):
     """Return the scores of the authors' program, in fp32."""
-    _, tokens_of, true, false = FORMS[form]
+    _, tokens_of, words = FORMS[form]
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -99,6 +120,6 @@ def expected_scores(folder, form, pairs, instruction=None, limit=10**6):
         ids = tokens_of(tokenize, query, document, instruction, limit)
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, -1]
-        yes, no = (tokenizer.convert_tokens_to_ids(word) for word in (true, false))
-        scores.append(float(logits[yes] - logits[no]))
+        found = [float(logits[tokenizer.convert_tokens_to_ids(word)]) for word in words]
+        scores.append(found[0] - sum(found[1:]))
     return np.array(scores, np.float32)[:, None]

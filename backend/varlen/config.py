@@ -6,17 +6,17 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict, get_args
+from typing import Literal, TypeAlias, TypedDict, cast, get_args
 
 from varlen.errors import ConfigError
 from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
-from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
+from varlen.tasks import FURTHER_TASKS, ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
-RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai"]
+RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai", "bge"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
@@ -61,6 +61,16 @@ class EngineConfig:
         when="Set it to serve a checkpoint for another task than its own, such as `hidden` for an embedding model.",
         choices=get_args(Task),
     )
+    outputs: str = parameter_field(
+        "none",
+        "Further outputs of the model, by their tasks, separated by commas:"
+        f" {', '.join(f'`{task}`' for task in FURTHER_TASKS)}. A request names the outputs that it wants, and"
+        " [one pass](../concepts/one_pass.md) makes all of them.",
+        when="Set it to get several outputs of one model, such as `sparse_embed,token_embed` of bge-m3.",
+        pattern=rf"none|(?:{'|'.join(FURTHER_TASKS)})(, ?(?:{'|'.join(FURTHER_TASKS)}))*",
+        allowed_text=f"none, or some of {', '.join(FURTHER_TASKS)}, separated by commas",
+        tasks=ONE_SHOT_TASKS,
+    )
     device: Device = parameter_field(
         "auto",
         "Device that runs the model. `auto` is a CUDA GPU if there is one, else the CPU.",
@@ -73,7 +83,7 @@ class EngineConfig:
         " and fp32 on a CPU. fp16 needs a GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
         " in fp32. int4 has weights of 4 bits, for models that generate.",
         when="Set `int8` for the highest throughput on a CPU, `int4` for the shortest steps of few sequences and the"
-        " least memory, `fp32` to compare answers with those of another system.",
+        " least memory, `fp32` to compare answers with another system's.",
         choices=get_args(DType),
     )
     threads: int = parameter_field(
@@ -87,10 +97,11 @@ class EngineConfig:
     )
     tensor_parallel: int = parameter_field(
         1,
-        "Ranks, processes that hold the model together: each has a part of every layer, and an equal part of the cores."
-        " One request at a time is answered sooner, or a model fits that is too large for one process. Needs a CPU, a"
-        " server, and a dtype of fp32 or bf16.",
-        when="Set it for one long answer at a time on a CPU with several cores. For more requests, add replicas.",
+        "Ranks, processes that hold the model together: each has a part of every layer, and an equal part of the cores,"
+        " or a GPU of its own. One request at a time is answered sooner, or a model fits that is too large for one"
+        " process or GPU. Needs a server, and no dtype of int8 or int4.",
+        when="Set it for one long answer at a time on a CPU with several cores, or for a model that is too large for"
+        " one GPU. For more requests, add replicas.",
         lowest=1,
         highest=64,
     )
@@ -114,8 +125,8 @@ class EngineConfig:
     )
     execution: Execution = parameter_field(
         "packed",
-        "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
-        " for comparison.",
+        "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch, and computes"
+        " all scores of attention between two matrix products. On a GPU its ops are started one by one.",
         when="Leave it. `padded` is a baseline for measurements.",
         choices=get_args(Execution),
         tasks=ONE_SHOT_TASKS,
@@ -144,11 +155,31 @@ class EngineConfig:
         pattern=r"[^\s,\"\\]+",
         allowed_text="none, or the name of an adapter",
     )
+    adapters: str = parameter_field(
+        "auto",
+        "[Adapters](../concepts/adapters.md) that requests choose by name: folders that peft has saved. `auto` is each"
+        " folder in `adapters` of the checkpoint's folder, `none` none of them. `NAME=FOLDER`, separated by commas,"
+        " names others; a relative folder is in the checkpoint's.",
+        when="Set it if adapters are kept elsewhere, and to `none` to serve a checkpoint without the ones beside it.",
+        pattern=r"auto|none|[^\s,=\"\\]+=[^,=\"\\]+(, ?[^\s,=\"\\]+=[^,=\"\\]+)*",
+        allowed_text="auto, none, or NAME=FOLDER separated by commas",
+    )
+    adapter_bytes: int | str = parameter_field(
+        "25%",
+        "Largest memory of adapters, in bytes or as a percentage of the device's memory. Workers on a CPU have equal"
+        " shares. Adapters that do not fit take turns: the one that was used longest ago makes room. Every adapter"
+        " takes as much as one of the largest ranks.",
+        when="Lower it where memory is short. Raise it if batches with many adapters are slower than others.",
+        lowest=1,
+        pattern=_BYTES_OR_PERCENTAGE,
+        allowed_text=_ALLOWED_BYTES,
+    )
     rerank_form: RerankForm = parameter_field(
         "auto",
         "How a `…ForCausalLM` that answers in words ranks pairs, for copies whose files do not say it: texts around a"
         " pair, and the tokens of both answers. `auto` reads the module LogitScore of modules.json, or a chat template"
-        " with the question of one of these forms. `qwen3` is Qwen3-Reranker, `mxbai` is mxbai-rerank-v2.",
+        " with the question of one of these forms. `qwen3` is Qwen3-Reranker, `mxbai` is mxbai-rerank-v2,"
+        " `bge` is bge-reranker-v2-gemma.",
         when="Set it for a copy of such a model that `rerank` refuses.",
         choices=get_args(RerankForm),
         tasks=("rerank",),
@@ -452,6 +483,11 @@ class EngineConfig:
                 f"pipeline_parallel is {self.pipeline_parallel} and tensor_parallel is {self.tensor_parallel};"
                 " one of them must be 1"
             )
+        if self.further_tasks and (self.num_processes > 1 or self.execution == "padded"):
+            yield (
+                f"outputs is {self.outputs}; further outputs need execution packed, and tensor_parallel and"
+                " pipeline_parallel 1"
+            )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             yield (
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
@@ -474,6 +510,12 @@ class EngineConfig:
         }
 
     @property
+    def further_tasks(self) -> tuple[Task, ...]:
+        """The tasks of its further outputs."""
+        names = [] if self.outputs == "none" else self.outputs.split(",")
+        return tuple(cast(Task, name.strip()) for name in names)
+
+    @property
     def short_slots(self) -> int:
         """Number of short sequences that may generate beside `max_running_sequences`."""
         return -(-self.max_running_sequences // _SHORT_PART)
@@ -481,6 +523,10 @@ class EngineConfig:
     def arena_limit(self, device_memory: int) -> int:
         """Return the largest arena in bytes, given the memory of the device in bytes."""
         return _bytes_of(self.arena_bytes, device_memory)
+
+    def adapter_limit(self, device_memory: int) -> int:
+        """Return the largest memory of adapters, in bytes, given the device's."""
+        return _bytes_of(self.adapter_bytes, device_memory)
 
     def kv_limit(self, device_memory: int) -> int:
         """Return the largest memory of keys and values, in bytes, given the device's."""

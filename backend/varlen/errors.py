@@ -7,6 +7,7 @@ VarlenError
 ├── DrainingError      the replica is about to stop: another one may accept the request
 ├── RequestCancelled   the caller cancelled before the request ran
 ├── EngineError        our fault: running the request failed
+│   ├── AdapterFaultError   an adapter cannot be read any more: requests without it run
 │   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
 ├── ConfigError        the operator's fault: a setting is unknown or not allowed
 └── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
@@ -58,6 +59,18 @@ class RequestCancelled(VarlenError):
 
 class EngineError(VarlenError):
     """Running the request failed through no fault of the caller."""
+
+
+class AdapterFaultError(EngineError):
+    """An adapter cannot be read any more, and fails the requests that name it.
+
+    Attributes:
+        adapter: its name.
+    """
+
+    def __init__(self, adapter: str, message: str) -> None:
+        super().__init__(message)
+        self.adapter = adapter
 
 
 class ModelFaultError(EngineError):

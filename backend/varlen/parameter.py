@@ -6,7 +6,7 @@ docs/reference has tables of them.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -61,6 +61,7 @@ class Parameter:
         pattern: regular expression of other allowed texts.
         max_items: largest length of a tuple; None allows no tuple. The other fields then hold for its items.
         allowed_text: the allowed values in words, where the fields above do not say them well.
+        read: reader of values of requests, which come in a form of their own.
     """
 
     default: object
@@ -73,6 +74,7 @@ class Parameter:
     pattern: str | None = None
     max_items: int | None = None
     allowed_text: str = ""
+    read: Callable[[object], object] | None = None
     tasks: tuple[Task, ...] = get_args(Task)
 
     @property
@@ -101,7 +103,8 @@ class Parameter:
         if value is None:
             return self.default is None
         if self.max_items is None:
-            return self._allows_item(value)
+            # a reader has checked a value of a form of its own
+            return self.read is not None or self._allows_item(value)
         return isinstance(value, tuple) and all(map(self._allows_item, value))
 
     def check(self, name: str, value: object, error: type[VarlenError] = RequestError) -> None:

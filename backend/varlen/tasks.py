@@ -3,7 +3,7 @@
 Everything else that holds for some tasks only reads this table. The parameters of requests name their tasks themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -56,6 +56,8 @@ class TaskFacts:
             task.
         needs_masked_lm: whether the model needs the head of a masked language model.
         is_iterative: whether a sequence runs for many steps; else one batch answers it.
+        further_prefix: beginning of the names of its tensors where it is a further output of a model; None where it can
+            be none.
     """
 
     inputs: tuple[Tensor, ...]
@@ -66,6 +68,7 @@ class TaskFacts:
     takes_prompts: bool = False
     needs_masked_lm: bool = False
     is_iterative: bool = False
+    further_prefix: str | None = None
 
     @property
     def finds_rows(self) -> bool:
@@ -125,10 +128,18 @@ _ROW_LABELS = TaskFacts(
     outputs=(_LOGITS, _SCORES, _LABELS, _NUM_TOKENS),
     answers="logits",
     width="labels",
+    further_prefix="",
 )
 _TOKEN_LABELS = ("rows", "tokens", "labels")
 _MASKS = ("rows", "masks", "top_k")
 _SPANS = ("rows", "spans")
+_PAIR_SCORES = Tensor(
+    "scores",
+    "FP32",
+    ("rows", "1"),
+    "of a request with `text_pair`, which has no other output but `num_tokens`: MaxSim of the query `text` and the"
+    " document `text_pair`. Absent without it",
+)
 
 _PROMPTS = (
     Tensor("text_input", "BYTES", ("1",), "the prompt as a text; this, `input_ids` or `messages`"),
@@ -206,12 +217,18 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
         "embed": TaskFacts(
             inputs=_TEXTS,
             outputs=(
-                Tensor("sentence_embedding", "FP32", ("rows", "features"), "the vector"),
+                Tensor(
+                    "sentence_embedding",
+                    "FP32",
+                    ("rows", "features"),
+                    "the vector; of a request with `spans` a row for each span",
+                ),
                 _NUM_TOKENS,
             ),
             answers="vectors",
             width="embedding",
             takes_prompts=True,
+            further_prefix="",
         ),
         "sparse_embed": TaskFacts(
             inputs=_TEXTS,
@@ -232,6 +249,7 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
             width="vocabulary",
             takes_prompts=True,
             needs_masked_lm=True,
+            further_prefix="sparse_",
         ),
         "fill_mask": TaskFacts(
             inputs=_TEXTS,
@@ -265,6 +283,7 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
             answers="hidden states",
             width="hidden",
             has_token_rows=True,
+            further_prefix="",
         ),
         "classify": _ROW_LABELS,
         "rerank": _ROW_LABELS,
@@ -294,7 +313,7 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
             has_token_rows=True,
         ),
         "token_embed": TaskFacts(
-            inputs=_TEXTS,
+            inputs=_TEXTS_OR_PAIRS,
             outputs=(
                 Tensor(
                     "token_embeddings",
@@ -303,12 +322,14 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
                     "a vector per token that counts in scores. Rows with fewer vectors are padded with zeros",
                 ),
                 Tensor("num_vectors", "INT32", ("rows", "1"), "number of vectors of the row"),
+                _PAIR_SCORES,
                 _NUM_TOKENS,
             ),
             answers="vectors of tokens",
             width="embedding",
             has_token_rows=True,
             takes_prompts=True,
+            further_prefix="",
         ),
         "extract": TaskFacts(
             inputs=(_TEXT,),
@@ -325,6 +346,12 @@ TASKS: Mapping[Task, TaskFacts] = MappingProxyType(
                 Tensor("span_labels", "BYTES", _SPANS, "label of each span"),
                 Tensor("scores", "FP32", _SPANS, "probability of this label"),
                 Tensor("num_spans", "INT32", ("rows", "1"), "number of spans of the row"),
+                Tensor(
+                    "result",
+                    "BYTES",
+                    ("rows", "1"),
+                    "JSON: what a [schema](../tasks/extraction.md#answer-to-a-schema) asks for; `{}` without one",
+                ),
                 _NUM_TOKENS,
             ),
             answers="spans",
@@ -351,3 +378,38 @@ ITERATIVE_TASKS = tuple(task for task, facts in TASKS.items() if facts.is_iterat
 ONE_SHOT_TASKS = tuple(task for task, facts in TASKS.items() if not facts.is_iterative)
 PROMPTED_TASKS = tuple(task for task, facts in TASKS.items() if facts.takes_prompts)
 LABEL_TASKS = tuple(task for task, facts in TASKS.items() if facts.has_labels)
+FURTHER_TASKS = tuple(task for task, facts in TASKS.items() if facts.further_prefix is not None)
+# Tasks of models that may have further outputs: a row of a request is one sequence.
+_WITH_FURTHER: frozenset[Task] = frozenset((*FURTHER_TASKS, "token_classify"))
+
+
+def further_names(task: Task) -> Mapping[str, Tensor]:
+    """Return the tensors of a task as a further output, by their names there.
+
+    `num_tokens`, which every task has, and scores of pairs are left out.
+    """
+    facts = TASKS[task]
+    return {
+        f"{facts.further_prefix}{tensor.name}": tensor
+        for tensor in facts.outputs
+        if tensor not in (_NUM_TOKENS, _PAIR_SCORES)
+    }
+
+
+def further_problem(task: Task, further: Sequence[Task]) -> str | None:
+    """Return why a model cannot have the outputs of further tasks; None if it can."""
+    if not further:
+        return None
+    if task not in _WITH_FURTHER:
+        return (
+            f"the task {task} has no further outputs; allowed: {', '.join(sorted(_WITH_FURTHER))}"
+        )
+    known = {tensor.name: task for tensor in TASKS[task].outputs}
+    for index, other in enumerate(further):
+        if other == task or other in further[:index]:
+            return f"{other} is there already, and is named once"
+        for name in further_names(other):
+            if name in known:
+                return f"{other} and {known[name]} both have an output {name}; allowed: one of them"
+            known[name] = other
+    return None

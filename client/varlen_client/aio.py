@@ -7,7 +7,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
-from varlen_client import tasks
 from varlen_client.calls import (
     RowCall,
     RowSender,
@@ -33,45 +32,26 @@ from varlen_client.generation import (
     Translation,
     search_options,
 )
-from varlen_client.row_answers import (
-    ContextAnswer,
-    Entity,
-    FilledToken,
-    LabelScore,
-    Span,
-    SparseVector,
-    TokenLabel,
-    Vectors,
-)
-from varlen_client.row_options import (
+from varlen_client.tasks import RowMethods
+from varlen_client.tasks.row_task import Asked, AsyncAsks, RowTask
+from varlen_client.tokenizer_call import (
     DetokenizeOptions,
-    EmbedOptions,
-    EntityOptions,
-    ExtractOptions,
-    MaskOptions,
-    PredictOptions,
-    QuestionOptions,
-    RerankOptions,
-    RowOptions,
-    SparseOptions,
-    TokenEmbedOptions,
+    Tokenizable,
+    TokenizedText,
     TokenizeOptions,
+    TokenizerSender,
 )
-from varlen_client.tokenizer_call import Tokenizable, TokenizedText, TokenizerSender
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.session import RetryPolicy, Session, Status
 from varlen_client.waits import with_timeout
 from varlen_client.wire import (
-    Floats,
     Inputs,
     ModelInfo,
     ModelState,
     Pairs,
     TokenIds,
-    query_and_documents,
     read_inputs,
 )
-from varlen_client.zero_shot import DEFAULT_TEMPLATE, hypotheses, label_scores, parse_labels
 
 _Answer = TypeVar("_Answer")
 
@@ -82,7 +62,7 @@ DEFAULT_WATCH_SECONDS = 1.0
 DEFAULT_TEXT_CONCURRENCY = 32
 
 
-class AsyncClient:
+class AsyncClient(AsyncAsks, RowMethods):
     """Asyncio client of one model of a server or its replicas, for one event loop.
 
     Use it as an async context manager, or call `close`.
@@ -137,162 +117,21 @@ class AsyncClient:
         self._rows = RowSender(self._session, *limits)
         self._tokenizer = TokenizerSender(self._session, *limits)
 
-    async def embed(self, inputs: Inputs, **options: Unpack[EmbedOptions]) -> Vectors:
-        """Return one vector per row, [rows, features] fp32, in the order of `inputs`.
-
-        Args:
-            inputs: texts, or lists of token ids; lengths may differ.
-
-        Raises:
-            VarlenClientError: see errors.py. `rows` is the range of rows in the failed request.
-        """
-        return await self._answer(tasks.EMBED, inputs, options)
-
-    async def sparse_embed(
-        self, inputs: Inputs, **options: Unpack[SparseOptions]
-    ) -> list[SparseVector]:
-        """Return the sparse vector of each row: terms of the vocabulary and their weights.
-
-        Inputs and errors are the same as in `embed`; see `SparseOptions`.
-        """
-        return await self._answer(tasks.SPARSE_EMBED, inputs, options)
-
-    async def fill_mask(
-        self, inputs: Inputs, **options: Unpack[MaskOptions]
-    ) -> list[list[list[FilledToken]]]:
-        """Return the most likely tokens of each mask of each row, the most likely first.
-
-        Args:
-            inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
-        """
-        return await self._answer(tasks.FILL_MASK, inputs, options)
-
-    async def extract(
-        self, inputs: Sequence[str], **options: Unpack[ExtractOptions]
-    ) -> list[list[Span]]:
-        """Return the spans of each text that have a label, by their beginnings.
-
-        For models of GLiNER; `labels` are an option, see `ExtractOptions`. Errors are the same as in `embed`.
-        """
-        return await self._answer(tasks.EXTRACT, inputs, options)
-
-    async def question_answer(
-        self, pairs: Pairs, **options: Unpack[QuestionOptions]
-    ) -> list[list[ContextAnswer]]:
-        """Return the answers to each question, parts of its context, the best first.
-
-        A row is a question and its context; see `QuestionOptions`. Errors are the same as in `embed`.
-        """
-        return await self._answer(tasks.QUESTION_ANSWER, pairs, options)
-
-    async def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
-        """Return the logits of each row, [rows, labels] fp32.
-
-        A row is a text, a pair of texts or a list of token ids. Errors are the same as in `embed`.
-        """
-        return await self._answer(tasks.CLASSIFY, inputs, options)
-
-    async def predict(
-        self, inputs: Inputs | Pairs, **options: Unpack[PredictOptions]
-    ) -> list[list[LabelScore]]:
-        """Return the labels of each row with their scores, the best first.
-
-        Inputs are the same as in `classify`, errors as in `embed`; see `PredictOptions`.
-        """
-        return await self._answer(tasks.PREDICT, inputs, options)
-
-    async def rerank(
-        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
-    ) -> Floats:
-        """Return one score per document, [documents] fp32; a higher score is more relevant.
-
-        The score is the raw logit, unless there is an `activation`: "sigmoid" makes it 0 to 1, "auto"
-        lets the checkpoint decide. Errors are the same as in `embed`; InvalidRequest also when the
-        model has more than one label.
-        """
-        return await self._answer(tasks.RERANK, query_and_documents(query, documents), options)
-
-    async def token_classify(
-        self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]
-    ) -> list[Floats]:
-        """Return the logits of each row's tokens, one [tokens, labels] fp32 per row.
-
-        Each row is sent as its own request, since the server pads the rows of one request to the
-        longest. Inputs are the same as in `classify`, errors as in `embed`.
-        """
-        return await self._answer(tasks.TOKEN_CLASSIFY, inputs, options)
-
-    async def predict_tokens(
-        self, inputs: Inputs | Pairs, **options: Unpack[RerankOptions]
-    ) -> list[list[TokenLabel]]:
-        """Return the tokens of each row with their best labels, special tokens included.
-
-        For models of `token_classify`. Inputs are the same as in `classify`, errors as in `embed`; see `RerankOptions`.
-        """
-        return await self._answer(tasks.PREDICT_TOKENS, inputs, options)
-
-    async def predict_entities(
-        self, texts: Sequence[str], **options: Unpack[EntityOptions]
-    ) -> list[list[Entity]]:
-        """Return the entities of each text, with character offsets.
-
-        For models of `token_classify`. Errors are the same as in `embed`; see `EntityOptions`.
-        """
-        options["aggregation_strategy"] = options.get("aggregation_strategy") or "simple"
-        return await self._answer(tasks.PREDICT_ENTITIES, texts, options)
-
-    async def zero_shot(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[str],
-        *,
-        hypothesis_template: str = DEFAULT_TEMPLATE,
-        multi_label: bool = False,
-        **options: Unpack[RowOptions],
-    ) -> list[list[LabelScore]]:
-        """Return these labels with their scores for each text, the best first.
-
-        For models of natural language inference, which serve `classify`. Errors are the same as in `embed`.
-
-        Args:
-            labels: candidate labels, at most 512.
-            hypothesis_template: sentence about the text with {} where the label stands.
-            multi_label: whether several labels may hold; otherwise the scores of a text add up to 1.
-        """
-        labels = parse_labels(labels)
-        pairs = hypotheses(texts, labels, hypothesis_template)
-        found = await self._answer(tasks.ENTAILMENT, pairs, options)
-        return label_scores(found, labels, multi_label=multi_label) if pairs else []
-
-    async def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
-        """Return the last hidden states, one [tokens, hidden] fp32 per row.
-
-        Each row is sent as its own request, as in `token_classify`. Arguments and errors are the
-        same there.
-        """
-        return await self._answer(tasks.HIDDEN, inputs, options)
-
-    async def token_embed(
-        self, inputs: Inputs, **options: Unpack[TokenEmbedOptions]
-    ) -> list[Floats]:
-        """Return the vectors of each row's tokens, one [vectors, features] fp32 per row.
-
-        For models of late interaction (ColBERT). Each row is sent as its own request, as in
-        `token_classify`. Arguments and errors are the same as in `embed`; `prompt_name` is "query" or
-        "document".
-        """
-        return await self._answer(tasks.TOKEN_EMBED, inputs, options)
+    async def ask(self, asked: Asked[_Answer]) -> _Answer:
+        """Return the answer to what a method asks."""
+        answers = await self._rows.send(asked.task, asked.inputs, asked.options)
+        return asked.task.read(answers)
 
     async def counted(
-        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, /, **options: Any
+        self, task: RowTask[_Answer], inputs: Inputs | Pairs, /, **options: Any
     ) -> tuple[_Answer, int | None]:
         """Return the answer of a method above, and the number of tokens of all rows.
 
         The number is None if the model's config.pbtxt lacks the output num_tokens.
 
         Args:
-            task: task of the method, such as `tasks.EMBED` for `embed`.
-            inputs: rows as the method takes them; for `tasks.RERANK` pairs of the query and each document.
+            task: task of the method, such as `tasks.vectors.EMBED` for `embed`.
+            inputs: rows as the method takes them; for `tasks.labels.RERANK` pairs of the query and each document.
         """
         answers = await self._rows.send(task, inputs, options, counts_tokens=True)
         return task.read(answers), answers.num_tokens
@@ -444,6 +283,14 @@ class AsyncClient:
         """
         return await self._tokenizer.detokenize(inputs, options)
 
+    async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
+        """Return the adapters that requests to the model may name.
+
+        Returns:
+            By name, why the adapter is refused; an empty text for one that is served.
+        """
+        return await self._tokenizer.adapters(timeout)
+
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.
 
@@ -488,8 +335,3 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _answer(
-        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, options: Mapping[str, Any]
-    ) -> _Answer:
-        return task.read(await self._rows.send(task, inputs, options))

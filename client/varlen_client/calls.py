@@ -31,8 +31,8 @@ from varlen_client.generation import (
     read_parts,
     read_translation,
 )
-from varlen_client.row_answers import Output, RowAnswers
-from varlen_client.tasks import Options, RowTask, parameters_of
+from varlen_client.tasks.answers import Output, RowAnswers
+from varlen_client.tasks.row_task import Options, RowTask, parameters_of
 from varlen_client.transport.session import Session
 from varlen_client.waits import all_or_first_error, with_timeout
 from varlen_client.wire import InferRequest, Inputs, ModelInfo, Pairs, TokenIds, read_inputs
@@ -91,12 +91,13 @@ class RowCall:
         """
         results: dict[int, _T] = {}
         queue = enumerate(requests)
-        workers = [
-            asyncio.ensure_future(self._work(queue, send, results))
-            for _ in range(min(concurrency, self._rows))
-        ]
-        if workers:
-            await all_or_first_error(workers)
+        count = min(concurrency, self._rows)
+        if count == 1:
+            await self._work(queue, send, results)
+        elif count:
+            await all_or_first_error(
+                [asyncio.ensure_future(self._work(queue, send, results)) for _ in range(count)]
+            )
         return [results[index] for index in range(len(results))]
 
     async def _work(

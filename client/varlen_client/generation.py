@@ -26,7 +26,7 @@ Response: TypeAlias = Mapping[str, Sequence[Any]]
 # Names of the number of answers in the sampling parameters.
 _COUNTS = ("n", "num_return_sequences")
 # Options of calls among them, whose default is None; and names that differ in the protocol.
-_CALL_OPTIONS = ("deadline_ms", "priority")
+_CALL_OPTIONS = ("deadline_ms", "priority", "adapter")
 _WIRE_NAMES = {"priority": "request_priority"}
 _LARGEST_ID = 2**63 - 1
 _RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")

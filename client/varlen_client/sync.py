@@ -17,6 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS, AsyncClient
 from varlen_client.generation import GeneratedPart, GenerationPrompt
+from varlen_client.tasks import RowMethods
+from varlen_client.tasks.row_task import Asked, SyncAsks
 from varlen_client.transport.session import RetryPolicy
 
 _P = ParamSpec("_P")
@@ -72,7 +74,7 @@ def _sync(
     return call
 
 
-class Client:
+class Client(SyncAsks, RowMethods):
     """Sync client of one model of a server or its replicas, for many threads.
 
     Use it as a context manager, or call `close`. Arguments, results and errors are the same as in
@@ -102,20 +104,10 @@ class Client:
             watch_seconds=watch_seconds,
         )
 
-    embed = _sync(AsyncClient.embed)
-    sparse_embed = _sync(AsyncClient.sparse_embed)
-    fill_mask = _sync(AsyncClient.fill_mask)
-    extract = _sync(AsyncClient.extract)
-    question_answer = _sync(AsyncClient.question_answer)
-    classify = _sync(AsyncClient.classify)
-    predict = _sync(AsyncClient.predict)
-    rerank = _sync(AsyncClient.rerank)
-    token_classify = _sync(AsyncClient.token_classify)
-    predict_tokens = _sync(AsyncClient.predict_tokens)
-    predict_entities = _sync(AsyncClient.predict_entities)
-    zero_shot = _sync(AsyncClient.zero_shot)
-    hidden = _sync(AsyncClient.hidden)
-    token_embed = _sync(AsyncClient.token_embed)
+    def ask(self, asked: Asked[_T]) -> _T:
+        """Return the answer to what a method asks."""
+        return _loop.run(self._client.ask(asked))
+
     counted = _sync(AsyncClient.counted)
     generate = _sync(AsyncClient.generate)
     samples = _sync(AsyncClient.samples)
@@ -123,6 +115,7 @@ class Client:
     translate = _sync(AsyncClient.translate)
     tokenize = _sync(AsyncClient.tokenize)
     detokenize = _sync(AsyncClient.detokenize)
+    adapters = _sync(AsyncClient.adapters)
     ready = _sync(AsyncClient.ready)
     status = _sync(AsyncClient.status)
     models = _sync(AsyncClient.models)

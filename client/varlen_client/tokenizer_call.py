@@ -1,4 +1,4 @@
-"""Calls of the server's tokenizer: tokens of texts and chats, texts of token ids.
+"""Calls that run no model: tokens of texts and chats, texts of token ids, adapters.
 
 An answer is a JSON object for each row, under the name of any output of the model. Models that generate take one prompt
 in a request.
@@ -17,8 +17,7 @@ import numpy as np
 from varlen_client.calls import RequestSender, RowCall
 from varlen_client.errors import InvalidRequest, ServerError
 from varlen_client.generation import Messages, OperationRequest, json_text
-from varlen_client.row_options import DetokenizeOptions, TokenizeOptions
-from varlen_client.tasks import Options, parameters_of
+from varlen_client.tasks.row_task import CallOptions, InputType, Options, RowOptions, parameters_of
 from varlen_client.wire import InferRequest, Parameters, Rows, TokenIds, read_inputs
 
 # What is tokenized: texts, or chats.
@@ -28,6 +27,28 @@ _Object: TypeAlias = Mapping[str, Any]
 _T = TypeVar("_T")
 _Result = TypeVar("_Result")
 _GENERATED = "text_output"
+
+
+class TokenizeOptions(RowOptions, total=False):
+    """Options of tokenization.
+
+    add_special_tokens: add special tokens; by default to texts, not to chats, whose template has them.
+    chat_template_kwargs: variables of the chat template, for chats.
+    """
+
+    prompt_name: str | None
+    input_type: InputType | None
+    add_special_tokens: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class DetokenizeOptions(CallOptions, total=False):
+    """Options of detokenization.
+
+    skip_special_tokens: leave special tokens out, the default.
+    """
+
+    skip_special_tokens: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,13 @@ class TokenizerSender(RequestSender):
         parameters = parameters_of("detokenize", DetokenizeOptions, options)
         found = await self._send("detokenize", texts, parameters, options)
         return [_field(each, "text") for each in found]
+
+    async def adapters(self, timeout: float | None) -> dict[str, str]:
+        """Return why each adapter is refused, by name; empty for one that is served."""
+        # some text: the server ignores it
+        [found] = await self._send("adapters", Rows(((b"a",),)), {}, {"timeout": timeout})
+        adapters: dict[str, str] = _field(found, "adapters")
+        return adapters
 
     async def _send(
         self,

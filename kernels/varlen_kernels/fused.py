@@ -11,7 +11,7 @@ import torch
 from varlen_kernels.reference.every_op import *
 
 # isort: split
-from varlen_kernels.triton.activation import activate
+from varlen_kernels.triton.activation import activate, activate_gate
 from varlen_kernels.triton.advance_searches import advance_searches
 from varlen_kernels.triton.append_kv import append_kv
 from varlen_kernels.triton.attention_paged import attention_paged
@@ -21,22 +21,31 @@ from varlen_kernels.triton.beam import beam_step
 from varlen_kernels.triton.copy_blocks import copy_blocks
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.follow_beams import follow_beams
-from varlen_kernels.triton.gate import activate_gate
+from varlen_kernels.triton.groups import linear_groups
 from varlen_kernels.triton.heads import norm_heads, rotary
-from varlen_kernels.triton.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.triton.linear_activation import linear_activate
 from varlen_kernels.triton.logit_edits import edit_logits
+from varlen_kernels.triton.norms import (
+    add_layer_norm,
+    layer_norm,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+)
 from varlen_kernels.triton.paged_tiles import paged_tiles
 from varlen_kernels.triton.pooling import first_tokens, pool
-from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.triton.sampling import sample_tokens
-from varlen_kernels.triton.softmax import masked_softmax
+from varlen_kernels.triton.softmax import attention_padded, masked_softmax
 from varlen_kernels.triton.vocabulary import term_weights
 
-# ranks are on CPUs: no machine with two GPUs was available for tests
+# one process has no ranks; `fused_ranks` has these for several
 del all_reduce, gather_columns, local_ids
+# adapters are on CPUs
+del add_adapters
 # lengths of sequences are read on the host
 del bidirectional_lstm, span_scores, word_scores
+# they run beside those
+del count_labels, gru_states
 
 # cuBLAS may else add up the parts of a product in its dtype, and then an answer depends on how a product was split
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -57,6 +57,8 @@ KINDS: Mapping[str, Kind] = {
     "matrix": Kind("d", "matrix"),
     "row": Kind("d", "row"),
     "cache": Kind("d", "by", by="head_dim"),
+    "of_ranks": Kind("d", "by", by="ranks"),
+    "of_width": Kind("d", "by", by="width"),
     "memory": Kind(".", "address"),
     "bias": Kind("f", "heads", by="num_heads"),
     "fp32": Kind("f", "matrix"),

@@ -42,6 +42,8 @@ ACTIVATIONS: Mapping[Activation, int] = {
 # Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes. A
 # multiple of the rows of every tile.
 BLOCK = 96
+# What the ranks and the width of tables for adapters are multiples of: columns that products read at a time.
+RANK_STEP, WIDTH_STEP = 16, 64
 
 # Multiplications that take as long as reading a number of a weight; as one head of a sequence's cache; as one logit of
 # a choice by chance; as one logit of a beam step.
@@ -70,6 +72,20 @@ def _panels(divisor: int) -> WorkOf:
     return work
 
 
+def _panels_of_groups(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+    """A unit is a panel of a group."""
+    (rows, _hidden), (panels, numbers), (bounds, _one) = extents[:3]
+    read = rows + _OF_WEIGHT * min(rows, bounds - 1)
+    return Work(panels, read * panels * numbers // max(1, bounds - 1))
+
+
+def _rows_of_groups(extents: Sequence[Extent], _: Sequence[float]) -> Work:
+    """A unit is a row of a group."""
+    (rows, _one), (bounds, _one), (_slots, first), (_slots, second) = extents[1:5]
+    read = rows + _OF_WEIGHT * min(rows, bounds - 1)
+    return Work(rows, read * (first + second))
+
+
 def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
     """A unit is a key head of a sequence."""
     (tokens, _), (sequences, _), num_kv_heads = extents[0], extents[4], int(constants[1])
@@ -88,7 +104,7 @@ def _heads_of_sequences(place: int) -> WorkOf:
 
 
 def _one_unit(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-    """One thread meets the other ranks."""
+    """One thread does it all."""
     return Work(1, extents[0][0] * extents[0][1])
 
 
@@ -104,6 +120,12 @@ _GATHER = Function(
     "ids:ids table:matrix ids_2:ids table_2:matrix ids_3:ids table_3:matrix out=matrix scale:real",
     work_of_rows(-1),
 )
+_COPY_APART = Function(
+    "copy_apart",
+    "x:matrix x_address:address_of_x out=matrix out_address:address_of_out",
+    # nothing to share: in a program there is seldom something to copy
+    lambda _extents, _constants: Work(1, 0),
+)
 _LOCAL_IDS = Function("local_ids", "ids:ids out=ids begin:whole count:whole", work_of_rows(-1))
 _ROTATE = Function(
     "rotate",
@@ -113,6 +135,25 @@ _ROTATE = Function(
 _MULTIPLY = Function(
     "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
 )
+_MULTIPLY_GROUPS = Function(
+    "multiply_groups",
+    "x:matrix panels:matrix cu_groups:ids bias:matrix out=matrix",
+    _panels_of_groups,
+)
+_ADD_ADAPTERS = Function(
+    "add_adapters",
+    "x:matrix rows:ids cu_groups:ids first:of_ranks second:of_width spans:int32 bias:matrix out=matrix"
+    " ranks:whole width:whole",
+    _rows_of_groups,
+)
+_CHOOSE_EXPERTS = Function(
+    "choose_experts", "logits:fp32 weights=fp32 places=int32 normalize:whole", work_of_rows(0)
+)
+_SORT_CHOICES = Function("sort_choices", "places=int32 rows=ids cu_groups=ids", _one_unit)
+_SUM_EXPERTS = Function(
+    "sum_experts", "x:matrix weights:fp32 places:int32 bias:row out=matrix", work_of_rows(-1)
+)
+_WIDEN = Function("widen", "x:matrix out=fp32", work_of_rows(-1))
 _OF_INT8 = (
     "x:fp32 panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=fp32 levels:whole"
     " kind:whole"
@@ -274,6 +315,24 @@ def _term_weights(a: Arguments) -> Results:
     return [((a["cu_seqlens"].shape[0] - 1, terms), torch.float32), scratch]
 
 
+def _of_groups(a: Arguments) -> Results:
+    return [((a["x"].shape[0], a["weight"].shape[1]), a["x"].dtype)]
+
+
+def _routes(a: Arguments) -> Results:
+    (tokens, experts), count = a["logits"].shape, a["count"]
+    return [
+        ((tokens, count), torch.float32),
+        ((tokens, count), torch.int32),
+        ((tokens * count,), torch.int32),
+        ((experts + 1,), torch.int32),
+    ]
+
+
+def _summed(a: Arguments) -> Results:
+    return [((a["places"].shape[0], a["x"].shape[1]), a["x"].dtype)]
+
+
 def _joined(a: Arguments) -> Results:
     left, right = a["left"], a["right"]
     return [((left.shape[0], left.shape[1] + right.shape[1]), left.dtype)]
@@ -404,6 +463,23 @@ _ROWS = (
             ("linear_int4_panels_activate", _MULTIPLY_INT4),
         )
     ),
+    Op(reference.linear_groups, _of_groups, "fused"),
+    Op(
+        reference.linear_groups,
+        _panel_product,
+        "cpu",
+        _MULTIPLY_GROUPS.of(panels="weight.panels"),
+        name="linear_groups_panels",
+    ),
+    Op(
+        reference.route_tokens,
+        _routes,
+        "cpu",
+        _CHOOSE_EXPERTS.of(),
+        _SORT_CHOICES.of(),
+        results="weights places rows cu_groups",
+    ),
+    Op(reference.sum_experts, _summed, "cpu", _SUM_EXPERTS.of()),
     Op(
         reference.activate,
         _like("x"),
@@ -463,6 +539,8 @@ _ROWS = (
         runs=_are_whole(1),
     ),
     Op(reference.masked_softmax, _like("x"), "fused", in_place=(0,)),
+    # the recorder declares the number of scores
+    Op(reference.attention_padded, None, "fused", results="out scores by_head"),
     Op(
         reference.copy_blocks,
         None,
@@ -482,20 +560,39 @@ _ROWS = (
     ),
     Op(reference.local_ids, _like("token_ids"), "", _LOCAL_IDS.of(ids="token_ids", begin="first")),
     Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
+    Op(
+        reference.add_adapters,
+        _like("y"),
+        "cpu",
+        _COPY_APART.of(x="y"),
+        _ADD_ADAPTERS.of(
+            ranks=lambda a: a["first"].shape[2],
+            width=lambda a: 0 if a["second"] is None else a["second"].shape[2],
+        ),
+        in_place=(0,),
+    ),
     Op(reference.pool, lambda a: [(_of_sequences(a), torch.float32)], "fused"),
     Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
     Op(
         reference.window_rows,
         lambda a: [((a["x"].shape[0], a["size"] * a["x"].shape[1]), a["x"].dtype)],
     ),
-    Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)]),
+    Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)], "", _WIDEN.of()),
     Op(reference.add, _like("x"), in_place=(0,)),
+    Op(reference.add_scaled, lambda a: [(a["x"].shape, torch.float32)]),
+    Op(reference.round_tanh, _like("x"), in_place=(0,)),
     Op(reference.concat, _joined),
     Op(reference.normalize_rows, _like("x")),
     Op(reference.term_weights, _term_weights, "fused", results="out scratch"),
     Op(
         reference.bidirectional_lstm,
         lambda a: [((a["x"].shape[0], 2 * a["hidden_weight"].shape[2]), a["x"].dtype)],
+    ),
+    Op(reference.gru_states, _like("labels")),
+    Op(
+        reference.count_labels,
+        lambda a: [(a[name].shape, a[name].dtype) for name in ("labels", "offsets")],
+        results="kept made",
     ),
     # models declare the number of pairs
     Op(reference.span_scores, None),

@@ -1,12 +1,15 @@
-"""The forms of ops for a device: `reference`, `cpu` or `fused`."""
+"""The forms of ops for a device: `reference`, `cpu`, `fused` or `fused_ranks`."""
 
 from types import ModuleType
 
 import torch
 
 
-def kernels_for(device: torch.device) -> ModuleType:
+def kernels_for(device: torch.device, ranks: int = 1) -> ModuleType:
     """Return the module of ops for `device`: `fused` on CUDA, else `cpu`.
+
+    Args:
+        ranks: processes that hold the model; several on CUDA have `fused_ranks`.
 
     Raises:
         ImportError: the device is CUDA and the triton package is not installed.
@@ -15,7 +18,11 @@ def kernels_for(device: torch.device) -> ModuleType:
     if device.type == "cuda":
         from varlen_kernels import fused
 
-        return fused
+        if ranks == 1:
+            return fused
+        from varlen_kernels import fused_ranks
+
+        return fused_ranks
     from varlen_kernels import cpu
 
     return cpu

@@ -146,7 +146,7 @@ def _table(number: int) -> Table:
         return {}
     name = gpu if gpu in tables else min(tables)
     if name != gpu:
-        _log.info("no launches were tuned on %s; those of %s are used", gpu, name)
+        _log.info("no launches were tuned on %s; the launches of %s are used", gpu, name)
     return tables[name]
 
 

@@ -1,12 +1,12 @@
-"""Ops on the vectors of sequences, which are few: plain torch on every device.
+"""Ops around pooling that few models have: plain torch on every device.
 
-They follow pooling where a vector is more than one pooled row.
+Most are on the vectors of sequences, which are few.
 """
 
 import torch
 from torch import Tensor
 
-__all__ = ["add", "concat", "normalize_rows"]
+__all__ = ["add", "add_scaled", "concat", "normalize_rows", "round_tanh"]
 
 # Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
 NORM_FLOOR = 1e-12
@@ -21,6 +21,20 @@ def add(x: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor:
         x, residual: `[rows, features]`, of one dtype.
     """
     return torch.add(x, residual, out=out)
+
+
+def add_scaled(
+    x: Tensor, total: Tensor | None = None, *, factor: float, out: Tensor | None = None
+) -> Tensor:
+    """Return factor · x + total, `[rows, features]` fp32.
+
+    Args:
+        x: `[rows, features]`.
+        total: `[rows, features]` fp32; None adds nothing.
+    """
+    if total is None:
+        return torch.mul(x.float(), factor, out=out)
+    return torch.add(total, x.float(), alpha=factor, out=out)
 
 
 def concat(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -44,3 +58,14 @@ def normalize_rows(x: Tensor, normalize: Tensor, *, out: Tensor | None = None) -
     scaled = torch.mul(x, scales, out=out)
     lengths = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_(min=NORM_FLOOR)
     return scaled.div_(torch.where(normalize[:, None], lengths, 1.0))
+
+
+def round_tanh(x: Tensor, *, limit: float, out: Tensor | None = None) -> Tensor:
+    """Return limit · tanh(x), rounded to whole numbers, `[rows, features]`.
+
+    A number between -1/2 and 0 becomes -0, so the signs of `x` stay.
+
+    Args:
+        x: `[rows, features]` fp32.
+    """
+    return torch.tanh(x, out=out).mul_(limit).round_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import shutil
 import sys
@@ -62,8 +61,6 @@ def pb_utils(monkeypatch: pytest.MonkeyPatch, server_api: ServerApi) -> Iterator
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, name, Restricted(module, server_api))
     yield module
-    # what models of this process have frozen
-    gc.unfreeze()
     assert module.crashes == []
 
 

@@ -12,13 +12,14 @@ def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **change
     """Return a complete configuration."""
     checkpoint = SimpleNamespace(
         hidden_size=hidden,
-        embedding_size=hidden,
+        vector_size=lambda _: hidden,
+        m3=None,
         vocab_size=60,
         splade=SpladeConfig(),
         num_labels=labels,
         labels=NO_LABELS,
         normalize=False,
-        extraction=None,
+        rounds=False,
     )
     inputs, outputs = tensors_of(task, checkpoint)
     return {

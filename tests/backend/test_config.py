@@ -43,6 +43,7 @@ def test_no_parameters_are_the_defaults():
 def test_every_setting_can_be_spelt_out():
     parameters = {
         "task": "rerank",
+        "outputs": "none",
         "device": "cpu",
         "dtype": "bf16",
         "policy": "token_budget",
@@ -53,6 +54,8 @@ def test_every_setting_can_be_spelt_out():
         "rerank_form": "mxbai",
         "ignore_config_fields": "auto_map, transformers.js_config",
         "adapter": "retrieval.query",
+        "adapters": "legal=/adapters/legal",
+        "adapter_bytes": "23",
         "trigger": "lazy",
         "max_delay_ms": "10",
         "max_batch_sequences": "12",
@@ -134,7 +137,9 @@ def test_a_cache_folder_has_a_name():
 
 
 def test_a_key_like_none_gets_the_list_without_a_hint():
-    with refused('unknown parameter "zzz". Allowed: task, device, dtype, threads, tensor_parallel'):
+    with refused(
+        'unknown parameter "zzz". Allowed: task, outputs, device, dtype, threads, tensor_parallel'
+    ):
         EngineConfig.from_parameters({"zzz": "8"})
 
 

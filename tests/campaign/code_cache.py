@@ -27,7 +27,7 @@ class CodeCache:
             return "", Load("failed", f"no compiled code was stored: {self._intact.text}")
         file, change = draw.choice(files), draw.choice(_DAMAGES)
         change(draw, file)
-        return f"{change.__name__} {file.name}", self._load().must_serve(self._intact.answer)
+        return f"{change.__name__} {file.name}", self._load().must_serve(self._intact)
 
     def _load(self) -> Load:
         # compiled code is loaded once per process

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from textwrap import indent
 
-from varlen_bench.harness.rows import Cell, Provenance
-from varlen_bench.harness.tables import csv_table
+from varlen_bench.harness.rows import Cell, Provenance, csv_table
 from varlen_tools.tables import Table
 
 from .endings import ENDS, End

@@ -51,11 +51,15 @@ class Load:
             return Ending("wrong", message=f"{what}: {self.text[-900:]}")
         return Ending("refused" if self.end == "refused" else "answered", message=self.text)
 
-    def must_serve(self, answer: tuple[float, ...]) -> Load:
-        """Return a failure unless the model is served and answers this up to rounding."""
+    def must_serve(self, before: Load) -> Load:
+        """Return a failure unless the model is served and answers as `before`, up to rounding."""
+        if before.end != "served":
+            return Load("failed", f"nothing was damaged yet: {before.text}")
         if self.end == "refused":
             return Load("failed", self.text)
-        if self.end == "served" and not np.allclose(self.answer, answer, rtol=1e-4, atol=1e-4):
+        if self.end == "served" and not np.allclose(
+            self.answer, before.answer, rtol=1e-4, atol=1e-4
+        ):
             return Load("failed", "the answer is another one")
         return self
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from tests.ci.scripts import load_script
-from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
+from varlen.models.checkpoint.config_fields import fields_read, is_unread, releases
 from varlen.models.registry import ENCODERS_BY_NAME, FAMILIES
 
 write_config_fields = load_script("write_config_fields")

@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,14 @@ OUTPUTS = {
     "question_answer": {"answers": [1]},
     "hidden": {"last_hidden_state": [-1, 3]},
     "token_embed": {"token_embeddings": [-1, 3]},
+    "several": {
+        "sentence_embedding": [3],
+        **{f"sparse_{name}": [-1] for name in ("indices", "values", "terms")},
+        "sparse_num_terms": [1],
+        "token_embeddings": [-1, 3],
+        "last_hidden_state": [-1, 3],
+        "logits": [2],
+    },
     "generate": {"text_output": [-1]},
     "translate": {"text_output": [-1]},
 }
@@ -204,19 +212,41 @@ class FakeModel:
         if operation := received.parameters.get("operation"):
             found = [[self.tokenizer_object(operation, text)] for text in received.texts]
             return {self.main_output: np.array(found)}
-        if self.task == "sparse_embed":
-            return sparse_outputs(received)
-        if self.task == "fill_mask":
-            return mask_outputs(received)
+        own = {
+            "sparse_embed": sparse_outputs,
+            "fill_mask": mask_outputs,
+            "several": self.several_outputs,
+        }
+        if self.task in own:
+            return own[self.task](received)
         if "tokens" in received.outputs:
             return token_label_outputs(received, self.scores_of)
+        counts = self.num_tokens(received)
+        if spans := received.parameters.get("spans"):
+            [document] = received.texts
+            parts = [[document[begin:end].encode()] for begin, end in json.loads(spans)]
+            received = replace(received, tensors={"text": np.array(parts, object)})
+        if self.task == "question_answer":
+            return context_outputs(received)
         main = self.form_of(self.output(received), received.parameters)
         labels = [f"über {number}".encode() for number in range(main.shape[-1])]
         return {
             self.main_output: main,
             "scores": self.scores_of(main),
-            "num_tokens": self.num_tokens(received),
+            "num_tokens": counts,
             "labels": np.array([labels] * len(main)),
+        }
+
+    def several_outputs(self, received: ReceivedRequest) -> dict[str, np.ndarray]:
+        """Return vectors, terms and labels of texts, and vectors of the words of one."""
+        vectors = np.stack([vector_of_text(text) for text in received.texts])
+        words = np.stack([vector_of_text(word) for word in received.texts[0].split()])[None]
+        return {
+            "sentence_embedding": self.form_of(vectors, received.parameters),
+            **{f"sparse_{name}": found for name, found in sparse_outputs(received).items()},
+            "token_embeddings": words,
+            "last_hidden_state": words,
+            "logits": np.array([[len(text), 0] for text in received.texts], np.float32),
         }
 
     def generate(self, name: str, received: ReceivedRequest) -> Iterator[dict[str, list[Any]]]:
@@ -372,6 +402,17 @@ def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
         "tokens": np.char.encode(np.char.add("é", token_ids.astype(str))),
         "num_masks": counts,
     }
+
+
+def context_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+    """Return the first letters of each context as answers, and one without letters."""
+    contexts = [text.decode() for text in received.tensors["text_pair"].ravel()]
+    counts = range(received.parameters.get("top_k", 2) - 1, -1, -1)
+    found = [
+        [{"score": each / 8, "start": 0, "end": each, "answer": text[:each]} for each in counts]
+        for text in contexts
+    ]
+    return {"answers": np.array([[json.dumps(each).encode()] for each in found])}
 
 
 def token_label_outputs(

@@ -11,8 +11,10 @@ from varlen_client import (
     ModelNotFound,
     ServerError,
     VarlenClientError,
-    tasks,
 )
+from varlen_client.tasks.labels import PREDICT, RERANK
+from varlen_client.tasks.tokens import PREDICT_TOKENS
+from varlen_client.tasks.vectors import EMBED, SPARSE_EMBED
 from varlen_client.wire import query_and_documents
 
 TEXTS = [f"text {'x' * (n % 7)} {n}" for n in range(50)]
@@ -120,17 +122,17 @@ def test_every_method_sends_the_deadline_and_the_priority(client, server, task):
 @pytest.mark.parametrize(
     "model, task, inputs, options",
     [
-        ("embed", tasks.EMBED, TEXTS, {"dimensions": 2}),
-        ("sparse_embed", tasks.SPARSE_EMBED, TEXTS, {"with_terms": True}),
-        ("classify", tasks.PREDICT, TEXTS, {"top_k": 1}),
-        ("rerank", tasks.RERANK, query_and_documents("query", TEXTS), {}),
+        ("embed", EMBED, TEXTS, {"dimensions": 2}),
+        ("sparse_embed", SPARSE_EMBED, TEXTS, {"with_terms": True}),
+        ("classify", PREDICT, TEXTS, {"top_k": 1}),
+        ("rerank", RERANK, query_and_documents("query", TEXTS), {}),
     ],
 )
 def test_answers_come_with_their_number_of_tokens(
     client, server, model, task, inputs, options, counts
 ):
     server.model.task, server.model.counts_tokens = model, counts
-    arguments = ("query", TEXTS) if task is tasks.RERANK else (inputs,)
+    arguments = ("query", TEXTS) if task is RERANK else (inputs,)
     expected = getattr(client, task.method)(*arguments, **options)
     server.model.requests.clear()
 
@@ -150,7 +152,7 @@ def test_answers_come_with_their_number_of_tokens(
 def test_labels_of_tokens_count_them_anyway(client, server):
     server.model.task = "token_classify"
 
-    rows, tokens = client.counted(tasks.PREDICT_TOKENS, ["one", "two words"])
+    rows, tokens = client.counted(PREDICT_TOKENS, ["one", "two words"])
 
     assert [len(row) for row in rows] == [1, 2]
     assert tokens == 3
@@ -167,7 +169,7 @@ def test_an_unknown_option_is_a_type_error(client, server, method):
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
         getattr(client, method)(["a"], trunctate=True)
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
-        client.counted(tasks.EMBED, ["a"], trunctate=True)
+        client.counted(EMBED, ["a"], trunctate=True)
 
     assert server.model.requests == []
 

@@ -15,8 +15,8 @@ from varlen_client import (
     RetryPolicy,
     ServerError,
     ServerUnavailable,
-    tasks,
 )
+from varlen_client.tasks.labels import RERANK
 
 TEXTS = [f"text {'x' * (n % 7)} {n}" for n in range(50)]
 
@@ -139,7 +139,7 @@ def test_a_timeout_includes_the_question_for_the_model(server):
         start = time.monotonic()
 
         with Client(url, "fake") as client, pytest.raises(RequestTimeout):
-            client.counted(tasks.RERANK, [("q", "d")], timeout=0.3)
+            client.counted(RERANK, [("q", "d")], timeout=0.3)
 
     assert time.monotonic() - start < 30
 

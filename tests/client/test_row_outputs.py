@@ -25,6 +25,16 @@ def test_embed_returns_the_form_that_it_asks_for(client, server, form, dtype, wi
     assert client.embed([], **form).shape == (0, width)
 
 
+def test_spans_are_parts_of_one_text_with_a_vector_each(client, server, vectors_of):
+    vectors = client.embed(["näïve cat"], spans=[(0, 5), (6, 9)], windows=True, window_overlap=4)
+
+    np.testing.assert_array_equal(vectors, vectors_of(["näïve", "cat"]))
+    sent = {"spans": "[[0,5],[6,9]]", "windows": True, "window_overlap": 4}
+    assert server.model.requests[0].parameters == sent
+    with pytest.raises(InvalidRequest, match="spans are parts of one text, and there are 2"):
+        client.embed(["a", "b"], spans=[(0, 1)])
+
+
 def test_refuses_a_form_that_does_not_exist(client):
     with pytest.raises(InvalidRequest, match='output_dtype is "fp16"; allowed: float32, float16'):
         client.embed(["a"], output_dtype="fp16")

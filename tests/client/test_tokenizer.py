@@ -51,6 +51,14 @@ def test_tokens_of_texts_come_in_order(client, server, task):
         }
 
 
+def test_adapters_come_by_name_with_the_reason_of_a_damaged_one(client, server, task):
+    server.model.tokenizer_answer = b'{"adapters": {"legal": "", "cut": "damaged"}}'
+
+    assert client.adapters(timeout=5) == {"legal": "", "cut": "damaged"}
+    [received] = server.model.requests
+    assert parameters_of(received) == {"operation": "adapters"}
+
+
 def test_texts_of_token_ids_come_in_order(client, server, task):
     texts = ["a b", "", "ü😀"]
 

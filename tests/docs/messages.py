@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 # What stands for a value: no other part of a message.
@@ -11,21 +12,43 @@ _VARYING = "[^;]*"
 _LEAST_LITERAL = 8
 
 
-def text_patterns(folder: Path) -> list[re.Pattern[str]]:
-    """Return a pattern of each text in the code that could be a message."""
-    return [
-        pattern
-        for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (pattern := _pattern(node, {})) is not None
-    ]
+@dataclass(frozen=True)
+class Texts:
+    """The texts in code that could be messages.
+
+    Attributes:
+        whole: texts without values, on one line.
+        patterns: patterns of the others.
+    """
+
+    whole: set[str] = field(default_factory=set)
+    patterns: list[re.Pattern[str]] = field(default_factory=list)
+
+    def __contains__(self, message: str) -> bool:
+        return message in self.whole or any(each.fullmatch(message) for each in self.patterns)
 
 
-def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield place and pattern of each message of these errors.
+@cache
+def texts_of(folder: Path) -> Texts:
+    """Return the texts of the code in a folder."""
+    texts = Texts()
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.JoinedStr() if (pattern := _pattern(node, {})) is not None:
+                    texts.patterns.append(pattern)
+                case ast.Constant(value=str(text)) if _has_prose(text):
+                    texts.whole.add(re.sub(r"\s+", " ", text))
+    return texts
+
+
+@cache
+def raised_messages(folder: Path) -> list[tuple[str, str, re.Pattern[str]]]:
+    """Return class, place and pattern of each message of an error in a folder.
 
     Functions named `..._problems` yield the messages of one ConfigError.
     """
+    found = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         constants = {
@@ -36,7 +59,7 @@ def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str
             if isinstance(target, ast.Name)
         }
         for node in ast.walk(tree):
-            for argument in _messages_of(node, classes):
+            for name, argument in _messages_of(node):
                 ends = (
                     [argument.body, argument.orelse]
                     if isinstance(argument, ast.IfExp)
@@ -44,17 +67,19 @@ def raised_messages(folder: Path, classes: frozenset[str]) -> Iterator[tuple[str
                 )
                 for each in ends:
                     if (pattern := _pattern(each, constants)) is not None:
-                        yield f"{path.relative_to(folder)}:{node.lineno}", pattern
+                        place = f"{path.relative_to(folder)}:{node.lineno}"
+                        found.append((name, place, pattern))
+    return found
 
 
-def _messages_of(node: ast.AST, classes: frozenset[str]) -> list[ast.expr]:
-    """Return the messages of a call of these classes, or of a function of problems."""
+def _messages_of(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """Return the message of a call with its name, or of a function of problems."""
     if isinstance(node, ast.FunctionDef) and node.name.endswith("_problems"):
         yields = [each.value for each in ast.walk(node) if isinstance(each, ast.Yield)]
-        return [value for value in yields if value is not None and "ConfigError" in classes]
-    is_error = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if is_error and node.func.id in classes and node.args:
-        return node.args[:1]
+        return [("ConfigError", value) for value in yields if value is not None]
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[message, *_]):
+            return [(name, message)]
     return []
 
 
@@ -73,5 +98,8 @@ def _pattern(node: ast.AST, constants: dict[str, ast.expr]) -> re.Pattern[str] |
             found += _VARYING
         else:
             return None
-    has_prose = " " in literal and len(literal) >= _LEAST_LITERAL
-    return re.compile(found, re.DOTALL) if has_prose else None
+    return re.compile(found, re.DOTALL) if _has_prose(literal) else None
+
+
+def _has_prose(text: str) -> bool:
+    return " " in text and len(text) >= _LEAST_LITERAL

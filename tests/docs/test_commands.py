@@ -131,8 +131,8 @@ def check_arguments(command: Any, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        *("varlen embed a --fooo", "varlen zap", "varlen simulate --fooo"),
-        *("varlen simulate grid --fooo", "make doc", "carlen"),
+        *("varlen embed a --fooo", "varlen zap", "varlen quantize --fooo"),
+        *("varlen costs --fooo", "make doc", "carlen"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line):
@@ -230,7 +230,7 @@ def modules() -> list[str]:
 
 def test_every_module_of_the_tools_is_a_command_of_varlen():
     # these prepare development
-    others = {"varlen_tools.demo", "varlen_tools.train_demo"}
+    others = {"varlen_tools.bundle", "varlen_tools.demo", "varlen_tools.train_demo"}
     loaded = [each.load() for each in find_commands().values()]
     below = [each for group in loaded for each in getattr(group, "commands", {}).values()]
     functions = {each.callback.__wrapped__ for each in (*loaded, *below)}

@@ -240,10 +240,10 @@ _UNSERVED = [
         "Cohere API v2, embed",
     ),
     _row(
-        "late chunking of Jina",
-        "/v1/embeddings",
+        "late chunking of Jina at a path of vLLM",
+        "/pooling",
         {"late_chunking": True},
-        _refused("late_chunking is not supported: each text"),
+        _refused("late_chunking is not supported: write to /v1/embeddings"),
         _JINA,
     ),
     _row(

@@ -4,11 +4,13 @@ Ranks are threads or processes, which import this file. Numbers are whole, so th
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from varlen_kernels import cpu, reference
 from varlen_kernels.reference.rank_memory import BUFFER_BYTES, rank_words
@@ -23,11 +25,30 @@ def shared_memory(path: str, size: int) -> Tensor:
     return torch.from_file(path, shared=True, size=rank_words(size), dtype=torch.int64)
 
 
-def exchange_all(form: str, ranks: Tensor | str, rank: int, size: int, count: int) -> str:
+def exchange_over_gloo(path: str, rank: int, size: int, count: int) -> str:
+    """Run `exchange_all` with the ops of GPUs, over gloo, in a process of its own.
+
+    Args:
+        path: file in which the ranks find each other.
+    """
+    from varlen_kernels import fused_ranks
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(path, size)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        return exchange_all(fused_ranks, torch.empty(0), rank, size, count)
+    finally:
+        distributed.destroy_process_group()
+
+
+def exchange_all(
+    form: str | ModuleType, ranks: Tensor | str, rank: int, size: int, count: int
+) -> str:
     """Run a number of exchanges; return the digest of all sums.
 
     Args:
-        form: form of the ops.
+        form: form of the ops, or their module.
         ranks: memory of all ranks, or the path of its file.
         rank: number of this rank.
         size: number of ranks.
@@ -36,7 +57,8 @@ def exchange_all(form: str, ranks: Tensor | str, rank: int, size: int, count: in
     Raises:
         AssertionError: a join is wrong on rank 0.
     """
-    ops, memory = FORMS[form], shared_memory(ranks, size) if isinstance(ranks, str) else ranks
+    ops = FORMS[form] if isinstance(form, str) else form
+    memory = shared_memory(ranks, size) if isinstance(ranks, str) else ranks
     digest, wrong = hashlib.sha256(), []
     for number, (rows, columns, dtype) in enumerate(_exchanges(count)):
         x = _numbers(number, rank, rows, columns, dtype)

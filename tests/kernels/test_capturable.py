@@ -20,10 +20,14 @@ def arguments(dtype):
     x = torch.empty(7, 12, dtype=dtype, device="meta")
     return {
         "add": (x, torch.empty_like(x)),
+        "add_scaled": (x, torch.empty_like(x, dtype=torch.float32)),
+        "round_tanh": (x,),
         "concat": (x, torch.empty(7, 5, dtype=dtype, device="meta")),
         "normalize_rows": (x, torch.empty(7, dtype=torch.bool, device="meta")),
         "linear": (x, torch.empty(12, 5, dtype=dtype, device="meta"), x.new_empty(5)),
+        "route_tokens": (x.float(),),
         "select_rows": (x, torch.empty(3, dtype=torch.int32, device="meta")),
+        "sum_experts": (x, x.new_empty(4, 2).float(), x.new_empty(4, 2).int()),
         "tanh": (x,),
         "to_fp32": (x,),
         "window_rows": (x, torch.empty(4, dtype=torch.int32, device="meta")),
@@ -35,14 +39,22 @@ def arguments(dtype):
 @pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
 def test_reads_no_element_on_the_host(name, has_out):
     op, args = getattr(fused, name), arguments(torch.bfloat16)[name]
-    attributes = {"top_terms": {"count": 5}, "window_rows": {"size": 3}}
+    attributes = {
+        "add_scaled": {"factor": 0.5},
+        "round_tanh": {"limit": 127.0},
+        "route_tokens": {"count": 3, "normalize": 1},
+        "top_terms": {"count": 5},
+        "window_rows": {"size": 3},
+    }
     op = partial(op, **attributes.get(name, {}))
     result = op(*args)
 
     if has_out:
-        result = op(*args, out=torch.empty_like(result))
+        is_one = isinstance(result, torch.Tensor)
+        out = torch.empty_like(result) if is_one else tuple(map(torch.empty_like, result))
+        result = op(*args, out=out)
 
-    assert result.is_meta
+    assert all(each.is_meta for each in (result if isinstance(result, tuple) else (result,)))
 
 
 def test_every_op_in_torch_is_tested():

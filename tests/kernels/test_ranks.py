@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.rank_exchanges import FORMS, exchange_all, expected_sums, shared_memory
+from tests.kernels.rank_exchanges import (
+    FORMS,
+    exchange_all,
+    exchange_over_gloo,
+    expected_sums,
+    shared_memory,
+)
 from varlen_kernels import reference
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.reference.rank_memory import (
@@ -164,6 +170,15 @@ def test_many_exchanges_of_processes_lose_nothing(group, processes, tmp_path):
 
     assert {job.result() for job in jobs} == {expected_sums(size, count)}
     assert failed_rank(memory) is None
+
+
+def test_exchanges_of_gpus_give_the_same_sums_over_gloo(processes, tmp_path):
+    # of two numbers the sum is rounded once in any case
+    size, count, path = 2, 100, str(tmp_path / "ranks")
+
+    jobs = [processes.submit(exchange_over_gloo, path, rank, size, count) for rank in range(size)]
+
+    assert {job.result() for job in jobs} == {expected_sums(size, count)}
 
 
 def wait_for_turns(memory, turns, ranks):

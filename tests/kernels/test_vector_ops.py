@@ -24,6 +24,33 @@ def test_a_residual_is_added(rows, features, _, out):
     assert into is None or actual is into
 
 
+@pytest.mark.parametrize("rows, features, _", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("has_total", [False, True], ids=["first", "next"])
+def test_a_scaled_sum_is_in_fp32(rows, features, _, dtype, has_total):
+    x, total = (
+        rand(rows, features, dtype=dtype),
+        rand(rows, features, seed=1) if has_total else None,
+    )
+    expected = 0.3 * x.double() + (0 if total is None else total.double())
+
+    for out in (None, torch.full((rows, features), torch.nan)):
+        actual = reference.add_scaled(x, total, factor=0.3, out=out)
+
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-6, atol=1e-6)
+        assert out is None or actual is out
+
+
+def test_rounded_numbers_keep_their_signs():
+    x = torch.tensor([[0.0, 1e-3, -1e-3, 0.5, -0.5, 9.0, -9.0]])
+
+    actual = reference.round_tanh(x, limit=127.0)
+
+    assert actual.tolist() == [[0, 0, 0, 59, -59, 127, -127]]
+    assert torch.equal(torch.signbit(actual), x < 0)
+
+
 @pytest.mark.parametrize("rows, left, right", SHAPES, ids=str)
 @pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
 def test_concat_puts_features_side_by_side(rows, left, right, has_out):

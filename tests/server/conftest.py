@@ -145,7 +145,7 @@ def load_task_models(
 def task_server(
     server: LocalServer, load_task_models: Callable[[Collection[str]], None]
 ) -> LocalServer:
-    """The server with all of `TASK_MODELS`: eleven, so only tests in `make test-all` use it."""
+    """The server with all of `TASK_MODELS`: twelve, so only tests in `make test-all` use it."""
     load_task_models(TASK_MODELS)
     return server
 

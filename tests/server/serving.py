@@ -1,5 +1,6 @@
 """Model repositories, server processes, metrics, and the model control API, for tests."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -176,6 +177,15 @@ def wait_until_free(server: LocalServer, model: str) -> dict[str, float]:
 
     wait_until(is_free, f"{model} has no sequence and no block in use")
     return series
+
+
+async def cancel_once_it_runs(server: LocalServer, model: str, task: asyncio.Task[Any]) -> None:
+    """Cancel a request of a model that was free once it has blocks in use."""
+    while metrics(server, model)["varlen_kv_blocks_used"] == 0:
+        assert not task.done()
+        await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def start_drain(server: LocalServer, *options: str) -> subprocess.Popen[str]:

@@ -24,12 +24,14 @@ TASK_MODELS: Mapping[str, Task] = {
     "entities": "token_classify",
     "colbert": "token_embed",
     "pii": "extract",
+    "qa": "question_answer",
     "tiny_gpt2": "generate",
     "tiny_dates": "translate",
 }
 _KINDS = {
     **KIND_OF_TASK,
     "token_embed": "BertModel",
+    "question_answer": "BertForQuestionAnswering",
     "generate": "GPT2LMHeadModel",
     "translate": "MarianMTModel",
 }

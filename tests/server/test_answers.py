@@ -20,6 +20,7 @@ from tests.closeness import assert_close
 from varlen_tools.local_server import LOOPBACK
 
 from .clients import Array, integers, strings, texts
+from .serving import add_model, load, unload
 
 SENTENCES = (
     "A man is eating food.",
@@ -45,6 +46,26 @@ def test_text_embeds_as_sentence_transformers_and_the_encoder_in_process_do(
         answer, sentence_transformer.encode(list(SENTENCES)), roundings=roundings["minilm"]
     )
     assert_close(answer, in_process.embed(SENTENCES), roundings=roundings["minilm"])
+
+
+@pytest.fixture(scope="module")
+def padded(server, repository, minilm):
+    """A model that pads its batches."""
+    add_model(repository, "padded", minilm, execution="padded", max_batch_sequences="5")
+    assert load(server, "padded") is None
+    yield "padded"
+    unload(server, "padded")
+
+
+def test_padded_execution_embeds_as_packed_does(padded, client, sentence_transformer, roundings):
+    answer = client.infer(padded, texts(*SENTENCES, *SENTENCES[:2]))
+    alone = client.infer(padded, texts(SENTENCES[0]))
+
+    expected = sentence_transformer.encode([*SENTENCES, *SENTENCES[:2]])
+    assert_close(answer, expected, roundings=roundings["minilm"])
+    assert_close(alone, answer[:1], roundings=roundings["minilm"])
+    packed = client.infer("minilm", texts(*SENTENCES))
+    assert_close(answer[: len(packed)], packed, roundings=roundings["minilm"])
 
 
 def test_a_text_has_the_same_vector_alone_and_in_any_batch(client, roundings):

@@ -11,14 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.backend.models.test_router import save as save_routes
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, set_fields
 from tests.docs.pages import blocks, commands
+from tests.gliner2_models import save_gliner2
+from tests.m3_models import save_m3
 from varlen_client.cli.main import PANELS, app
 from varlen_client.gateway import GatewaySettings
+from varlen_tools.convert_pickle import convert
 from varlen_tools.local_server import LocalServer
 
 from .local_gateway import local_gateway
-from .serving import TIMEOUT_SECONDS, load_all
+from .serving import TIMEOUT_SECONDS, add_model, load_all
 from .task_models import TASK_MODELS, fetch_task_model
 
 TASK_PAGES = (
@@ -31,6 +34,7 @@ TASK_PAGES = (
     "late_interaction",
     "masks",
     "extraction",
+    "question_answering",
     "generation",
     "translation",
     "gateway",
@@ -41,13 +45,14 @@ PAGES = (
     "docs/start/install.md",
     "docs/start/migration.md",
     *(f"docs/tasks/{name}.md" for name in TASK_PAGES),
+    "docs/concepts/one_pass.md",
 )
 # The models of the other pages are loaded for their tests alone.
 PAGES_OF_MAKE_TEST = (
     *("README.md", "docs/index.md", "docs/start/migration.md"),
     *(
         f"docs/tasks/{name}.md"
-        for name in ("embeddings", "reranking", "tokenizer", "sparse", "late_interaction", "masks")
+        for name in ("embeddings", "reranking", "tokenizer", "sparse", "late_interaction")
     ),
 )
 # Models of the pages that the shared server has under other names.
@@ -57,8 +62,11 @@ STAND_INS = {
     "my_model": "minilm",
     "en-de": "tiny_dates",
 }
-# A model with routes on the page of sparse vectors.
-ROUTED = "docs-v3"
+# Models of one page: with routes on the page of sparse vectors, one that translates as a chat, one like bge-m3,
+# and one that takes schemas.
+ROUTED, CHAT, M3, SCHEMAS = OF_ONE_PAGE = "docs-v3", "hunyuan-mt", "m3", "facts"
+# The prompt of the page, token by token of bytes, and an answer.
+_CHAT_SIZES = {"max_position_embeddings": 1024}
 # The model of a gateway that serves one, by the path of a request without `model`.
 MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
@@ -85,37 +93,63 @@ def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def is_of_make_test(block):
+    """Return whether a block needs no model that only its page has."""
+    return block.page in PAGES_OF_MAKE_TEST and not page_models(block)
+
+
+def page_models(block):
+    """Return the models of one page that a block names."""
+    return [name for name in OF_ONE_PAGE if re.search(rf"(?<![\w-]){name}\b", block.code)]
+
+
 def blocks_of(language):
     """Return the blocks of all pages."""
     return [
         pytest.param(
             block,
             id=str(block),
-            marks=() if block.page in PAGES_OF_MAKE_TEST else pytest.mark.full,
+            marks=() if is_of_make_test(block) else pytest.mark.full,
         )
         for block in blocks(language, pages=PAGES)
     ]
 
 
 @pytest.fixture(scope="module")
-def load_routes(server, repository, tmp_path_factory):
-    """Return a function that loads a model with routes, once."""
+def load_page_model(server, repository, tmp_path_factory):
+    """Return a function that loads a model of one page alone, once."""
 
     @cache
-    def load():
-        folder = tmp_path_factory.mktemp("routes")
-        save_routes(save_checkpoint(folder / "bert", "BertForMaskedLM"), folder / "saved")
-        fetch_task_model(folder / "saved", repository, ROUTED, "sparse_embed")
-        load_all(server, [ROUTED])
+    def load(name):
+        folder = tmp_path_factory.mktemp(name)
+        if name == M3:
+            m3 = save_m3(save_checkpoint(folder / "saved", "XLMRobertaModel"))
+            convert(m3)
+            add_model(repository, name, m3, outputs="sparse_embed,token_embed")
+            load_all(server, [name])
+            return
+        if name == ROUTED:
+            save_routes(save_checkpoint(folder / "bert", "BertForMaskedLM"), folder / "saved")
+            task = "sparse_embed"
+        elif name == SCHEMAS:
+            save_gliner2(folder / "saved", scale=1)
+            task = "extract"
+        else:
+            save_checkpoint(folder / "saved", "HunYuanDenseV1ForCausalLM", **_CHAT_SIZES)
+            template = "{{ messages[0].content }}"
+            set_fields(folder / "saved", "tokenizer_config.json", chat_template=template)
+            task = "generate"
+        fetch_task_model(folder / "saved", repository, name, task)
+        load_all(server, [name])
 
     return load
 
 
 @pytest.fixture
-def models_of_the_block(block, load_task_models, load_routes):
+def models_of_the_block(block, load_task_models, load_page_model):
     """Load the models that a block names, or asks without a name."""
-    if ROUTED in block.code:
-        load_routes()
+    for name in page_models(block):
+        load_page_model(name)
     names = {*re.findall(r"\w[\w-]*", block.code)}
     names |= {STAND_INS[name] for name in names & STAND_INS.keys()}
     names |= {model for path, model in MODEL_OF_PATH.items() if path in block.code}

@@ -48,7 +48,7 @@ def test_a_drained_server_ends_without_losing_a_request(server):
             wait_until(lambda: sum(outcomes.values()) > SENDERS, "requests are answered")
             assert infer(server, probe=True)[0] == 200
 
-            drain = start_drain(server, "--seen-seconds=3")
+            drain = start_drain(server, "--seen-seconds=1")
 
             def is_probe_refused() -> bool:
                 probes.append(infer(server, probe=True))

@@ -17,6 +17,7 @@ from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, HttpClient, integers
 from .serving import (
+    TIMEOUT_SECONDS,
     add_model,
     http_call,
     is_running,
@@ -168,6 +169,44 @@ def test_model_processes_end_themselves_when_the_server_is_killed(start_server):
         assert error is None or (isinstance(error, AnswerError) and error.code == "UNAVAILABLE")
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
     wait_until(lambda: not any(map(is_running, [host, *workers])), "no worker is left")
+
+
+@pytest.fixture
+def loading(tmp_path, checkpoints):
+    """A server whose model has just begun to load, and the process of the model."""
+    add_model(tmp_path, "slow", checkpoints["slow"])
+    with LocalServer(tmp_path) as server:
+        found: list[int] = []
+
+        def has_begun() -> bool:
+            found[:] = [pid for pid in stubs(server.pid) if watchdogs(pid)]
+            return bool(found)
+
+        wait_until(has_begun, "the model loads")
+        yield server, found[0]
+
+
+def test_a_process_that_is_killed_while_its_model_loads_is_told_and_the_server_started_again(
+    loading,
+):
+    """This server waits for the end of the load for ever."""
+    server, stub = loading
+    pid = server.pid
+
+    os.kill(stub, signal.SIGKILL)
+
+    server.wait_ready(TIMEOUT_SECONDS)
+    assert server.pid != pid
+    assert not is_running(pid)
+
+
+def test_a_model_process_ends_itself_when_the_server_is_killed_while_it_loads(loading):
+    server, stub = loading
+
+    os.kill(server.pid, signal.SIGKILL)
+
+    wait_until(lambda: not is_running(stub), "the process of the model has ended")
+    assert server.stop() == -signal.SIGKILL
 
 
 def _fill_the_queue(server: LocalServer, clients: list[Client]) -> list[Future[Array]]:

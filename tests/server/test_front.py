@@ -23,6 +23,7 @@ SHOWN = {
     "token_classify": '"data": [',
     "fill_mask": "no route for its task",
     "extract": "Labels, one a line",
+    "question_answer": "Context",
     "translate": "completions",
     "generate": "completions",
 }

@@ -20,7 +20,16 @@ from tests.checkpoints import change_tensors, save_checkpoint
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
 
-from .serving import TIMEOUT_SECONDS, add_model, load, metrics, unload, wait_until, wait_until_free
+from .serving import (
+    TIMEOUT_SECONDS,
+    add_model,
+    cancel_once_it_runs,
+    load,
+    metrics,
+    unload,
+    wait_until,
+    wait_until_free,
+)
 
 GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 EMBEDDER = "slow"
@@ -428,11 +437,7 @@ def test_a_client_that_leaves_stops_the_generation(gateway, streams):
                 await anext(aiter(stream))
                 await stream.close()
             else:
-                while metrics(server, "writer")["varlen_kv_blocks_used"] == 0:
-                    assert not task.done()
-                    await asyncio.sleep(0.05)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_once_it_runs(server, "writer", task)
 
     asyncio.run(leave())
 

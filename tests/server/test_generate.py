@@ -21,6 +21,7 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 from .serving import (
     TIMEOUT_SECONDS,
     add_model,
+    cancel_once_it_runs,
     http_call,
     load_all,
     metrics,
@@ -360,11 +361,7 @@ def test_a_client_that_cancels_stops_the_generation(server, call):
                     await anext(parts)
             else:
                 task = asyncio.create_task(client.generate("a", max_tokens=most, **GREEDY))
-                while metrics(server, "writer")["varlen_kv_blocks_used"] == 0:
-                    assert not task.done()
-                    await asyncio.sleep(0.05)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_once_it_runs(server, "writer", task)
 
     asyncio.run(leave())
 

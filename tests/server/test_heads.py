@@ -13,6 +13,14 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
+from tests.gliner2_models import (
+    PARTS,
+    SCHEMA,
+    Gliner2,
+    assert_same,
+    clear_of_scores,
+    save_gliner2,
+)
 from tests.gliner_models import Gliner, save_gliner, thresholds_of
 from tests.question_pipeline import QuestionPipeline
 from tests.rerank_forms import PAIRS, expected_scores, save_reranker
@@ -216,8 +224,11 @@ def test_answers_to_questions_are_those_of_the_pipeline(server, repository, tmp_
 
 
 def test_spans_are_those_of_the_library(server, repository, tmp_path, url):
-    name = f"gliner_{url.partition(':')[0]}"
-    folder = save_gliner(tmp_path / "gliner")
+    protocol = url.partition(":")[0]
+    name = f"gliner_{protocol}"
+    # one protocol with an encoder of labels
+    labels_kind = "BertModel" if protocol == "grpc" else None
+    folder = save_gliner(tmp_path / "gliner", labels_kind=labels_kind)
     add_model(repository, name, folder, response_cache_bytes="1000000")
     oracle, labels = Gliner(folder), ["person name", "x"]
     texts = [*TEXTS, "the \U0001f600 cat"]
@@ -238,6 +249,26 @@ def test_spans_are_those_of_the_library(server, repository, tmp_path, url):
                 client.extract(texts)
             with pytest.raises(InvalidRequest, match=r'labels is "\[\]"; allowed: a list of 1'):
                 client.extract(texts, labels=[])
+    finally:
+        unload(server, name)
+
+
+def test_answers_to_a_schema_are_those_of_the_library(server, repository, tmp_path, url):
+    name = f"gliner2_{url.partition(':')[0]}"
+    folder = save_gliner2(tmp_path / "gliner2", scale=1)
+    add_model(repository, name, folder, response_cache_bytes="1000000")
+    oracle, texts = Gliner2(folder), [*TEXTS, "the \U0001f600 cat"]
+    assert load(server, name) is None
+    try:
+        with Client(url, name) as client:
+            # from the cache too
+            for given in (SCHEMA, PARTS["relations"], SCHEMA):
+                schema, limit = clear_of_scores(oracle, texts, given)
+                rows = client.extract_schema(texts, schema=schema, threshold=limit)
+                expected = [oracle.extract(text, schema, threshold=limit) for text in texts]
+                assert_same(rows, expected)
+            with pytest.raises(InvalidRequest, match='a key of schema is "entity"'):
+                client.extract_schema(texts, schema={"entity": ["x"]})
     finally:
         unload(server, name)
 

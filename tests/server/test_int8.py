@@ -7,7 +7,7 @@ from varlen.in_process.generator import Generator
 from varlen_client import Client
 from varlen_tools.local_server import LocalServer
 
-from .serving import add_model
+from .serving import TIMEOUT_SECONDS, add_model
 
 pytestmark = pytest.mark.full
 
@@ -15,11 +15,15 @@ KINDS = {
     "translator": "MarianMTModel",
     "writer": "GPT2LMHeadModel",
     "gemma": "Gemma3ForCausalLM",
+    "hunyuan": "HunYuanDenseV1ForCausalLM",
+    "t5gemma": "T5GemmaForConditionalGeneration",
 }
 SETTINGS = {
     "translator": {"dtype": "int8", "device": "cpu"},
     "writer": {"dtype": "int4", "device": "cpu"},
     "gemma": {"dtype": "int8", "device": "cpu"},
+    "hunyuan": {"dtype": "int8", "device": "cpu"},
+    "t5gemma": {"dtype": "int8", "device": "cpu"},
 }
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
 SEARCH = {"max_tokens": 20, "num_beams": 3}
@@ -39,7 +43,7 @@ def server(checkpoints, tmp_path_factory):
     for name, checkpoint in checkpoints.items():
         add_model(folder, name, checkpoint, **SETTINGS[name])
     with LocalServer(folder) as running:
-        running.wait_ready()
+        running.wait_ready(TIMEOUT_SECONDS)
         yield running
 
 
@@ -51,7 +55,6 @@ def test_answers_are_those_of_the_model_in_process(server, checkpoints, name):
         expected = generator.generate(TEXTS, **SEARCH)
 
     assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
-    assert f"the {'encoder and ' if name == 'translator' else ''}decoder, activations" in (
-        server.log()
-    )
+    has_encoder = name in ("translator", "t5gemma")
+    assert f"the {'encoder and ' if has_encoder else ''}decoder, activations" in server.log()
     assert f"in {SETTINGS[name]['dtype']} on" in server.log()

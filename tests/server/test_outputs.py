@@ -1,5 +1,7 @@
 """Outputs and forms of answers that a request asks for, over both protocols."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +13,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer import modules
 
+from tests.checkpoints import WORDS, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
+from varlen import Encoder
 from varlen_client import Client, InvalidRequest
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
@@ -142,3 +146,38 @@ def test_an_embedding_has_the_dimensions_and_the_type_that_are_requested(
         expected = in_process.embed(SENTENCES)[:, :64]
         expected /= np.linalg.norm(expected, axis=1, keepdims=True)
         assert np.abs(floats - expected).max() < 0.01
+
+
+@pytest.fixture(scope="module")
+def several(server, repository, tmp_path_factory):
+    """The checkpoint of the model `several`, which has three outputs."""
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp("outputs") / "several", "BertForMaskedLM", words=WORDS
+    )
+    add_model(repository, "several", folder, task="embed", outputs="sparse_embed, hidden")
+    assert load(server, "several") is None
+    yield folder
+    unload(server, "several")
+
+
+def test_each_request_gets_the_outputs_that_it_names(server, several, protocol):
+    names = ("sentence_embedding", "sparse_indices", "sparse_values", "last_hidden_state")
+    wishes = [names[:1], names[1:3], names[3:], names, (names[0], names[3]), ("num_tokens",)]
+    wishes = [*wishes, *(wish[::-1] for wish in wishes)] * 4
+    everything = ask(server, protocol, "several")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(partial(ask, server, protocol, "several"), wishes))
+
+    roundings = encoder_roundings(several)
+    for wish, answer in zip(wishes, answers, strict=True):
+        assert sorted(names_of(answer, protocol)) == sorted(wish)
+        for each in wish:
+            found, expected = answer.as_numpy(each), everything.as_numpy(each)
+            if each == "sparse_indices":
+                # weights that are nearly equal have any order
+                found, expected = (np.sort(terms) for terms in (found, expected))
+            assert_close(found, expected, roundings=roundings)
+    with Encoder.from_pretrained(several, task="embed", dtype="fp32", warmup_seconds=0) as encoder:
+        assert_close(
+            everything.as_numpy("sentence_embedding"), encoder.embed(SENTENCES), roundings=roundings
+        )

@@ -84,8 +84,9 @@ def test_other_clients_read_the_tokens_as_json(task_server):
             found = json.loads(answer["text_output"])
         else:
             text = {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["word1"]}
-            # fetch requires the pairs of a reranker
-            pair = [text | {"name": "text_pair", "data": [""]}] if task == "rerank" else []
+            # fetch requires the pairs of tasks that take no single texts
+            of_pairs = task in ("rerank", "question_answer")
+            pair = [text | {"name": "text_pair", "data": [""]}] if of_pairs else []
             body = {"inputs": [text, *pair], "parameters": {"operation": "tokenize"}}
             status, answer = http_call(task_server, "POST", f"/v2/models/{name}/infer", body)
             assert status == 200, answer

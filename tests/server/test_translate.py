@@ -16,6 +16,7 @@ from varlen_tools.local_server import LocalServer
 from .serving import (
     TIMEOUT_SECONDS,
     add_model,
+    cancel_once_it_runs,
     http_call,
     load_all,
     metrics,
@@ -254,11 +255,7 @@ def test_a_client_that_cancels_frees_the_blocks_of_its_search(server):
     async def leave() -> None:
         async with AsyncClient(server.grpc_url, "translator") as client:
             task = asyncio.create_task(client.translate(["the cat"] * 2, **longest))
-            while metrics(server, "translator")["varlen_kv_blocks_used"] == 0:
-                assert not task.done()
-                await asyncio.sleep(0.05)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_once_it_runs(server, "translator", task)
 
     asyncio.run(leave())
 

@@ -4,13 +4,18 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from varlen_client.cli.main import app
+from varlen_client.cli.main import app as varlen
 
 _RUNNER = CliRunner(env={"COLUMNS": "300"})
 
 
 def run_varlen(*words) -> Result:
     """Return the result of the program; lines are not folded."""
+    return run_app(varlen, *words)
+
+
+def run_app(app, *words) -> Result:
+    """Return the result of a command line, as `python -m` of its package runs it."""
     return _RUNNER.invoke(app, [str(word) for word in words])
 
 
@@ -18,4 +23,4 @@ def run_module(main, *words) -> Result:
     """Return the result of a module's `main`, as `python -m` runs it."""
     single = typer.Typer(add_completion=False)
     single.command()(main)
-    return _RUNNER.invoke(single, [str(word) for word in words])
+    return run_app(single, *words)

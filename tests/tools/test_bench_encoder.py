@@ -129,7 +129,7 @@ def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
 
     assert set(speeds) == {"1 sequences", "2 sequences"}
     made.sizes["uniform"] = 2
-    assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
+    assert made.answer_all("uniform").tolist() == [[3], [1], [2], [5]]
     assert seen == [[5, 3], [2, 1]]
 
 
@@ -143,7 +143,7 @@ def test_a_system_with_an_instance_per_core_runs_batches_at_the_same_time():
     made = worker("openvino-fp32-per-core", embed, *([1] * n for n in (3, 1, 2, 5)))
     made.sizes["uniform"] = 1
 
-    assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
+    assert made.answer_all("uniform").tolist() == [[3], [1], [2], [5]]
 
 
 def test_a_fixed_batch_is_not_calibrated():

@@ -31,8 +31,8 @@ from varlen_bench.serving.__main__ import app
 from varlen_bench.serving.server import SYSTEMS, Settings, chosen_systems, write_models
 from varlen_bench.workers import serving as worker
 from varlen_bench.workers.serving import Load, Row
+from varlen_bench.workloads import named_mix
 from varlen_tools.local_server import ServerError
-from varlen_tools.workloads import named_mix
 
 from .conftest import committed_columns, read_csv, save_encoder
 from .virtual_clock import on_virtual_clock

@@ -24,7 +24,7 @@ from varlen_bench.serving.server import (
     counted,
 )
 from varlen_bench.workers.serving import Load, Row, load_row, max_waiting, seconds_at
-from varlen_tools.workloads import Mix, named_mix
+from varlen_bench.workloads import Mix, named_mix
 
 pytestmark = pytest.mark.full
 

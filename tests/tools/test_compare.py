@@ -17,7 +17,7 @@ from varlen_bench.compare.systems import REFERENCE, System
 from varlen_bench.compare.turns import measure_in_turns, running, start_system
 from varlen_bench.compare.worker import Worker
 from varlen_bench.harness.worker import WorkerError
-from varlen_bench.peers import environments
+from varlen_bench.peers import engines
 from varlen_bench.workers.stepped import step_in_thread
 
 from .virtual_clock import VirtualTime
@@ -245,7 +245,7 @@ def test_a_system_that_fails_keeps_its_reason_and_the_others_go_on(monkeypatch):
 def test_an_engine_without_its_environment_keeps_a_row_that_says_how_to_make_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(environments, "_ROOT", tmp_path)
+    monkeypatch.setattr(engines, "_ROOT", tmp_path)
     results = [Result(system=System("vllm", "vllm", "fp32", "engine"), **WORK)]
 
     def start(system):
@@ -260,8 +260,8 @@ def test_an_engine_without_its_environment_keeps_a_row_that_says_how_to_make_it(
     python = tmp_path / ".venv/peers-vllm/bin/python"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert environments.interpreter("vllm") == python
-    assert environments.interpreter("varlen") is None
+    assert engines.interpreter("vllm") == python
+    assert engines.interpreter("varlen") is None
 
 
 @pytest.mark.parametrize("module", ["beam", "generate", "encoder"], ids=lambda name: name)

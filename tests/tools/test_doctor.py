@@ -10,6 +10,7 @@ from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from typer.testing import CliRunner
 
+from tests.adapters import save_adapter
 from tests.backend.models import stated
 from tests.checkpoints import (
     WEIGHTS,
@@ -20,6 +21,7 @@ from tests.checkpoints import (
     set_fields,
     write_file,
 )
+from tests.gliner_models import save_gliner
 from varlen.models.checkpoint import tokenizer_files
 from varlen_client.cli.main import app
 from varlen_tools.doctor import examine as examine_module
@@ -67,19 +69,26 @@ def use_tokenizer_as_it_is(folder):
 
 
 KINDS = [
-    ("BertForSequenceClassification", {"num_labels": 3}, []),
     ("BertForSequenceClassification", {"num_labels": 1}, ["--set", "task=rerank"]),
-    ("BertForTokenClassification", {"num_labels": 4}, []),
     ("BertForMaskedLM", {}, ["--set", "task=sparse_embed"]),
-    ("BertForMaskedLM", {}, ["--set", "task=fill_mask"]),
+    ("BertForQuestionAnswering", {}, []),
     ("ModernBertModel", {}, ["--set", "task=hidden"]),
-    ("Qwen3Model", {"pad_token_id": 1}, ["--set", "task=hidden"]),
     ("GPT2LMHeadModel", {}, []),
+]
+MORE_KINDS = [
+    ("BertForSequenceClassification", {"num_labels": 3}, []),
+    ("BertForTokenClassification", {"num_labels": 4}, []),
+    ("BertForMaskedLM", {}, ["--set", "task=fill_mask"]),
+    ("Qwen3Model", {"pad_token_id": 1}, ["--set", "task=hidden"]),
     ("T5ForConditionalGeneration", {"num_decoder_layers": 2}, []),
 ]
 
 
-@pytest.mark.parametrize("kind, config, arguments", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind, config, arguments",
+    [*KINDS, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE_KINDS)],
+    ids=str,
+)
 def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, arguments):
     folder = save_checkpoint(tmp_path / "model", kind, **config)
     if not kind.startswith("Bert"):
@@ -90,7 +99,17 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
     assert all(each["count"] > 3 for each in comparisons if each["agrees"])
 
 
-@pytest.mark.parametrize("task", ["classify", "rerank"])
+def test_a_model_of_spans_is_loaded_and_not_compared(tmp_path):
+    report = report_of(save_gliner(tmp_path / "model", labels_kind="BertModel"))
+
+    assert report["verdict"] == "not compared"
+    assert "not compared: spans" in report["summary"]
+    [comparison] = report["examination"]["comparisons"]
+    assert "its library is gliner or gliner2" in comparison["remark"]
+    assert report["examination"]["memory"]
+
+
+@pytest.mark.parametrize("task", [pytest.param("classify", marks=pytest.mark.full), "rerank"])
 def test_other_token_types_of_pairs_are_found(tmp_path, monkeypatch, task):
     folder = save_checkpoint(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
     use_tokenizer_as_it_is(folder)
@@ -251,6 +270,68 @@ def test_a_model_that_no_library_has_is_not_compared(tmp_path, task):
     assert report["verdict"] == "not compared"
     remark = report["examination"]["comparisons"][-1]["remark"]
     assert remark.startswith("transformers has no model of this form: the checkpoint lacks")
+
+
+@pytest.mark.parametrize(
+    "kind, config, arguments, what",
+    [
+        ("BertModel", {}, [], "hidden states with the adapter"),
+        pytest.param(
+            "BertForSequenceClassification",
+            {"num_labels": 3},
+            [],
+            "logits with the adapter",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "GPT2LMHeadModel",
+            {},
+            [],
+            "answers of up to 16 tokens with the adapter",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_each_adapter_is_compared_with_peft(tmp_path, monkeypatch, kind, config, arguments, what):
+    folder = save_checkpoint(tmp_path / "model", kind, **config)
+    use_tokenizer_as_it_is(folder)
+    fields = {"fan_in_fan_out": True} if kind == "GPT2LMHeadModel" else {}
+    for name in ("a", "b"):
+        save_adapter(folder, kind, name, r=2, **fields)
+    monkeypatch.setattr(examine_module, "_MAX_ADAPTERS", 1)
+
+    found = agreeing(folder, *arguments)["examination"]["comparisons"]
+
+    compared, skipped = (each for each in found if "adapter" in each["what"])
+    assert compared["what"].startswith(f'{what} "a"')
+    assert compared["original"].startswith("peft ")
+    assert compared["agrees"] is True
+    assert (skipped["agrees"], skipped["remark"]) == (
+        None,
+        "only the first 1 adapters are compared",
+    )
+
+
+def test_a_damaged_adapter_fails(encoder):
+    save_adapter(encoder, "BertModel", "a", r=2, use_dora=True)
+
+    report = report_of(encoder)
+
+    assert report["verdict"] == "differs"
+    last = report["examination"]["comparisons"][-1]
+    assert (last["what"], last["agrees"]) == ('adapter "a"', False)
+    assert "use_dora" in last["remark"]
+
+
+def test_without_peft_adapters_are_not_compared(encoder, monkeypatch):
+    save_adapter(encoder, "BertModel", "a", r=2)
+    monkeypatch.setattr(
+        examine_module, "has_library", lambda name: name != "peft" and originals.has_library(name)
+    )
+
+    last = report_of(encoder)["examination"]["comparisons"][-1]
+
+    assert (last["agrees"], last["missing"]) == (None, "peft")
 
 
 def test_a_difference_is_shown_and_fails(encoder, monkeypatch):

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.adapters import save_adapter
 from tests.checkpoints import (
     WEIGHTS,
     change_tensors,
@@ -29,6 +31,7 @@ from tests.checkpoints import (
     set_fields,
     write_file,
 )
+from tests.m3_models import save_m3
 from varlen import Encoder, Generator
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
@@ -544,6 +547,18 @@ def test_names_heads_that_are_not_served(tmp_path, repository, caplog, run):
     assert not list(repository.rglob("*.pt"))
 
 
+def test_heads_of_bge_m3_that_are_converted_have_no_note(tmp_path, repository, caplog, run):
+    folder = save_m3(save_checkpoint(tmp_path / "bge-m3", "XLMRobertaModel"))
+
+    result = run(folder, "--convert-pickle", "--name", "m3")
+    convert_pickle.convert(folder)
+    Encoder.from_pretrained(folder).close()
+
+    assert "it may also serve sparse_embed, token_embed" in said(result)
+    assert "are not read" not in said(result) + caplog.text
+    assert (repository / "m3/1/sparse_linear/model.safetensors").is_file()
+
+
 def test_the_classifier_of_setfit_is_left_out_with_one_note(encoder, repository, run, hub):
     (encoder / "model_head.pkl").write_bytes(b"not read")
     (encoder / "config_setfit.json").write_text("{}")
@@ -621,11 +636,14 @@ def test_takes_the_old_names_of_a_layer_norm(encoder, repository):
         for name in [name for name in tensors if name.endswith("LayerNorm.weight")]:
             tensors[name.replace(".weight", ".gamma")] = tensors.pop(name)
 
+    with Encoder.from_pretrained(encoder, dtype="fp32") as original:
+        expected = original.embed([[5, 6, 7]])
     change_tensors(encoder, rename)
 
     target = fetch(str(encoder), repository=repository)
 
-    Encoder.from_pretrained(target / "1").close()
+    with Encoder.from_pretrained(target / "1", dtype="fp32") as renamed:
+        np.testing.assert_array_equal(renamed.embed([[5, 6, 7]]), expected)
 
 
 def link_out_of_the_folder(folder: Path) -> None:
@@ -712,6 +730,78 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_option_that_converts_th
         "org/tiny has pickled weights (pytorch_model.bin), which are not read: a pickle may run code; convert them,"
         " which reads only tensors, with the option --convert-pickle"
     )
+    nothing_is_left_over(repository)
+
+
+def test_adapters_are_put_beside_their_model_under_their_names(encoder, repository, run, tmp_path):
+    for name in ("legal", "mail"):
+        save_adapter(encoder, "BertModel", name, r=2)
+    (encoder / "adapters").rename(tmp_path / "trained")
+    (tmp_path / "trained/legal/optimizer.bin").touch()
+
+    given = ["--adapter", tmp_path / "trained/legal", "--adapter", f"post={tmp_path}/trained/mail"]
+    result = run(encoder, *given)
+
+    assert result.exit_code == 0, result.output
+    version = repository / "tiny-encoder/1"
+    kept = {str(path.relative_to(version)) for path in version.glob("adapters/*/*")}
+    assert kept == {
+        f"adapters/{name}/{file}"
+        for name in ("legal", "post")
+        for file in ("adapter_config.json", "adapter_model.safetensors")
+    }
+    with Encoder.from_pretrained(version, dtype="fp32") as model:
+        plain = model.embed(["the cat"])
+        assert abs(model.with_adapter("post").embed(["the cat"]) - plain).max() > 1e-3
+
+
+def test_an_adapter_comes_from_the_hub(encoder, hub, repository, tmp_path):
+    save_adapter(encoder, "BertModel", "a", r=2)
+    model = tmp_path / "model"
+    shutil.copytree(encoder, model, ignore=shutil.ignore_patterns("adapters"))
+    for path in encoder.glob("adapters/a/*"):
+        path.rename(encoder / path.name)
+    hub.files = [path.name for path in encoder.iterdir() if path.is_file()]
+
+    target = fetch(str(model), repository=repository, adapters=["org/Legal-LoRA@v2"])
+
+    assert (hub.asked["model"], hub.asked["revision"]) == ("org/Legal-LoRA", "v2")
+    assert hub.asked["allow_patterns"] == ["adapter_config.json", "adapter_model.safetensors"]
+    kept = {path.name for path in target.glob("1/adapters/legal-lora/*")}
+    assert kept == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "adapters, message",
+    [
+        (
+            ["nowhere"],
+            "the adapter 'nowhere' is no folder and no name of the hub; allowed: a folder",
+        ),
+        (["{a}", "other={b}", "a={b}"], "two adapters have the name a; write NAME=SOURCE for one"),
+        (["a b={a}"], "the name 'a b' cannot be an adapter's; allowed: letters, digits"),
+        (["{model}"], "has no adapter_config.json; give a folder of peft"),
+        (["{cut}"], "{cut} has adapter_model.safetensors|not downloaded whole|adapter_model"),
+        (["{dora}"], "use_dora true"),
+    ],
+    ids=["no source", "one name twice", "a wrong name", "a model", "cut", "DoRA"],
+)
+def test_what_is_no_adapter_is_refused_and_nothing_is_left(
+    encoder, repository, tmp_path, adapters, message
+):
+    trained = tmp_path / "trained"
+    for name in ("a", "b", "cut", "dora"):
+        save_adapter(encoder, "BertModel", name, r=2, use_dora=name == "dora")
+    (encoder / "adapters").rename(trained)
+    weights = trained / "cut/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    folders = {path.name: str(path) for path in trained.iterdir()}
+    named = [each.format(model=encoder, **folders) for each in adapters]
+
+    with pytest.raises(FetchError, match=message.replace("{cut}", folders["cut"])) as error:
+        fetch(str(encoder), repository=repository, adapters=named)
+
+    assert ".fetch-" not in str(error.value)
     nothing_is_left_over(repository)
 
 
@@ -821,6 +911,7 @@ import time
 from functools import partial
 from pathlib import Path
 import huggingface_hub
+import numpy as np
 from varlen_tools.fetch import main
 huggingface_hub.model_info = lambda *_, **__: (print("asked", flush=True), time.sleep(600))
 main("org/tiny", repository=Path({str(repository)!r}))

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.checkpoints import drop_field, set_fields
+from tests.gliner2_models import save_gliner2
 from tests.gliner_models import Gliner, publish, save_gliner, thresholds_of
 from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
@@ -191,10 +192,7 @@ def test_only_what_is_missing_is_read(saved, hub, repository):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (
-            {"labels_encoder": "org/bge"},
-            'labels_encoder "org/bge", an encoder of its own for labels',
-        ),
+        ({"labels_decoder": "org/gpt"}, 'labels_decoder "org/gpt", a decoder that generates'),
         ({"model_name": 7}, "model_name 7; allowed: a text"),
         ({"class_token_index": "x"}, "class_token_index 'x'; allowed: whole numbers from -1"),
     ],
@@ -218,3 +216,49 @@ def test_a_backbone_that_is_no_name_is_refused_before_anything_is_asked(hub, rep
     with pytest.raises(FetchError, match="the backbone './no/such' is no folder and no name"):
         fetch("org/gliner", repository=repository, backbone="./no/such")
     assert hub.asked == []
+
+
+def test_a_model_of_gliner2_is_fetched_whole(tmp_path, repository):
+    source = save_gliner2(tmp_path / "gliner2")
+
+    model = fetch(str(source), repository=repository)
+
+    found, saved = (Checkpoint.open(each) for each in (model / "1", source))
+    assert found.task == "extract"
+    assert (found.config, found.extraction) == (saved.config, saved.extraction)
+
+
+@pytest.fixture
+def bi_encoder(saved, hub, tmp_path):
+    """Publish a bi-encoder in place of the model; return it as the library saves it."""
+    own = save_gliner(tmp_path / "bi", labels_kind="BertModel", seed=1)
+    shutil.rmtree(tmp_path / "hub")
+    publish(own, tmp_path / "hub")
+    return own
+
+
+def test_a_bi_encoder_of_the_hub_gets_the_tokenizer_and_the_configuration_of_labels(
+    bi_encoder, hub, repository
+):
+    model = fetch("org/gliner", repository=repository, convert_pickles=True)
+
+    assert [model for model, _ in hub.asked] == ["org/gliner", "org/base", "org/labels"]
+    found, wanted = config_of(model), json.loads((bi_encoder / CONFIG).read_text())
+    # the library adds no tokens
+    assert found["encoder_config"]["vocab_size"] == wanted["encoder_config"]["vocab_size"]
+    assert found["labels_encoder_config"] == wanted["labels_encoder_config"]
+    for name in ("tokenizer.json", "labels_tokenizer/tokenizer.json"):
+        made, original = (
+            Tokenizer.from_file(str(folder / name)) for folder in (model / "1", bi_encoder)
+        )
+        assert made.get_vocab() == original.get_vocab()
+    check_answers(model, bi_encoder)
+
+
+def test_a_folder_of_a_bi_encoder_needs_the_tokenizer_of_labels(bi_encoder, hub, repository):
+    model = fetch(str(bi_encoder), repository=repository)
+    assert Checkpoint.open(model / "1").extraction == Checkpoint.open(bi_encoder).extraction
+
+    shutil.rmtree(bi_encoder / "labels_tokenizer")
+    with pytest.raises(FetchError, match="lacks labels_tokenizer/tokenizer.json, which the"):
+        fetch(str(bi_encoder), repository=repository, force=True)

@@ -139,6 +139,12 @@ def test_the_limits_of_a_call_fit_into_its_time(call, tmp_path):
     assert sum(one.seconds for one in stages) <= command.SECONDS - GRACE_SECONDS
 
 
+def test_a_server_is_measured_within_five_minutes(tmp_path):
+    stages = all_stages(Files(tmp_path))[Call.SERVER]
+
+    assert sum(one.seconds for one in stages) + GRACE_SECONDS <= 300
+
+
 def test_the_test_that_hangs_the_gpu_runs_last_in_a_call_of_its_own(tmp_path):
     calls = all_stages(Files(tmp_path))
     paths = {call: str([one.command(60) for one in stages]) for call, stages in calls.items()}
@@ -176,13 +182,37 @@ def test_stages_without_their_program_or_table_are_skipped(tmp_path, monkeypatch
     stages = stages_of(tmp_path)
     missing = {name: one.missing() for name, one in stages.items() if one.missing()}
 
-    assert missing == {
+    assert missing == dict.fromkeys(("server", "eight", "peers"), "there is no models") | {
+        "judge": "there is no answers.json",
         "encoder as tuned": "no launch was tuned",
         "memcheck": "compute-sanitizer is not installed",
         "profiler": "ncu is not installed",
     }
     Files(tmp_path).tuning.write_text("{}")
     assert not stages["encoder as tuned"].missing()
+
+
+def test_a_server_comes_from_the_bundle_where_this_python_has_none(tmp_path, monkeypatch):
+    python = tmp_path / "bin/python"
+    monkeypatch.setattr("sys.executable", str(python))
+    files = Files(tmp_path / "report", bundle=tmp_path / "a.pyz")
+    stages = {one.name: one for one in all_stages(files)[Call.SERVER]}
+
+    absent = stages["models"].missing()
+    files.bundle.touch()
+    environment = files.served / "environment/bin/python"
+    environment.parent.mkdir(parents=True)
+    environment.touch()
+
+    assert absent == f"there is no server and no {files.bundle}: make bundle"
+    assert not stages["models"].missing()
+    # transformers runs in the machine's own Python
+    commands = {name: one.command(60)[0] for name, one in stages.items()}
+    assert {name for name, each in commands.items() if each == str(environment)} == {
+        "server",
+        "eight",
+    }
+    assert commands["judge"] == str(python)
 
 
 def test_a_bare_machine_can_import_every_stage(tmp_path):
@@ -288,7 +318,7 @@ def test_the_command_of_figures_appends_the_rows_of_one_name(tmp_path, monkeypat
 
 
 def test_each_kernel_runs_for_the_profiler():
-    assert run_each(TINY, CPU, kernels("reference")) == 15
+    assert run_each(TINY, CPU, kernels("reference")) == 13
 
 
 def test_the_environment_names_absent_packages(monkeypatch):

@@ -18,7 +18,7 @@ from tests.closeness import assert_close
 from varlen_bench.harness import command, resident, rows, summary
 from varlen_bench.harness.accuracy import cosines
 from varlen_bench.harness.resident import MIB, resident_peak, sampled_memory
-from varlen_bench.harness.tables import csv_table
+from varlen_bench.harness.rows import csv_table
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
 
 from .conftest import read_csv

@@ -12,10 +12,10 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 TARGETS = {
-    "help", "setup", "demo", "serve", "wheels", "examples", "test", "test-all", "test-engine", "test-kernels",
+    "help", "setup", "demo", "serve", "wheels", "bundle", "examples", "test", "test-all", "test-engine", "test-kernels",
     "test-gpu", "gpu-report", "check", "docs",
-    "bench-adopt", "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-ranks", "bench-serving",
-    "bench-kernels", "tune-kernels", "install-backend", "clean"
+    "bench-adapters", "bench-adopt", "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-ranks",
+    "bench-serving", "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.backend.memory.plan_checker import overlaps
 from varlen.memory.planner import plan
 from varlen.memory.usage import Size, Usage, conflicts, live_sizes
-from varlen_tools.show_plan.paper import Place, bert_usages, lengths, plan_chunks
+from varlen_bench.paper_plan import Place, bert_usages, lengths, plan_chunks
 
 # Chunks lie this far apart for the checker, which knows offsets only.
 FAR = 1 << 40

@@ -7,10 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from varlen_client.cli.main import app
-from varlen_tools import html_page, pictures
+from varlen_bench import html_page, pictures
+from varlen_bench.profile_ops.__main__ import main as profile
+from varlen_bench.show_plan.__main__ import main as plan
+
+from .commands import run_module
 
 pytestmark = pytest.mark.full
 
@@ -63,11 +65,11 @@ def test_without_matplotlib_an_output_is_refused_before_anything_is_computed(tmp
         pictures.write_outputs([tmp_path / "x.svg"], draw, str)
 
 
-@pytest.mark.parametrize("command", ["costs", "plan", "profile"])
-def test_a_command_without_matplotlib_does_not_open_its_model(tmp_path, monkeypatch, command):
+@pytest.mark.parametrize("main", [plan, profile])
+def test_a_command_without_matplotlib_does_not_open_its_model(tmp_path, monkeypatch, main):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    run = CliRunner().invoke(app, [command, str(tmp_path), "--output", str(tmp_path / "x.html")])
+    run = run_module(main, tmp_path, "--output", tmp_path / "x.html")
 
     assert run.exit_code == 2
     assert "pictures need matplotlib" in run.stderr

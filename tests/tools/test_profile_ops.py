@@ -9,10 +9,11 @@ from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_tools.profile_ops.models import profile_batches, profile_steps, random_batches
-from varlen_tools.profile_ops.timed import CLASSES, REST, Breakdown, TimedKernels, measure
+from varlen_bench.profile_ops.__main__ import main
+from varlen_bench.profile_ops.models import profile_batches, profile_steps, random_batches
+from varlen_bench.profile_ops.timed import CLASSES, REST, Breakdown, TimedKernels, measure
 
-from .commands import run_varlen
+from .commands import run_module
 
 CPU = EngineConfig.from_parameters({"device": "cpu", "kv_bytes": "1048576"})
 
@@ -140,7 +141,7 @@ def test_the_command_prints_the_classes_and_draws_them(decoder, tmp_path):
     outputs = ["--output", page, "--output", picture]
 
     arguments = [decoder, "--running", "2", "--context", "4", "--rounds", "1"]
-    result = run_varlen("profile", *arguments, *outputs)
+    result = run_module(main, *arguments, *outputs)
 
     assert result.exit_code == 0, result.output
     assert "decode, 2 at 4 tokens" in result.output
@@ -154,7 +155,7 @@ def test_the_command_prints_the_classes_and_draws_them(decoder, tmp_path):
 def test_lengths_that_the_model_does_not_have_are_refused(tmp_path):
     folder = save_checkpoint(tmp_path / "encoder")
 
-    result = run_varlen("profile", folder, "--shortest", "5000")
+    result = run_module(main, folder, "--shortest", "5000")
 
     assert result.exit_code == 2
     assert "5000; the longest is" in result.output

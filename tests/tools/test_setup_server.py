@@ -146,6 +146,21 @@ def test_a_python_without_a_shared_library_is_told_what_to_install(monkeypatch):
         setup_server.find_libpython()
 
 
+def test_the_kit_of_a_bundle_has_a_shared_library_for_a_python_without_one(tmp_path, monkeypatch):
+    def find_none() -> Path:
+        raise SetupError("libpython is not on this machine")
+
+    monkeypatch.setattr(setup_server, "find_libpython", find_none)
+    carried = tmp_path / setup_server.CARRIED_PYTHON / setup_server._libpython_name()
+
+    with pytest.raises(SetupError, match="is not on this machine"):
+        setup_server._libpython_of(tmp_path)
+    carried.parent.mkdir()
+    carried.touch()
+
+    assert setup_server._libpython_of(tmp_path) == carried
+
+
 @pytest.mark.server
 def test_the_command_line_says_that_it_is_up_to_date(kit):
     run = subprocess.run(

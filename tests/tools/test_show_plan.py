@@ -7,10 +7,12 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen_tools.show_plan.maps import paper_maps, program_map
-from varlen_tools.show_plan.picture import draw, in_units, render
+from varlen_bench.paper_plan import paper_maps
+from varlen_bench.show_plan.__main__ import main
+from varlen_bench.show_plan.maps import program_map
+from varlen_bench.show_plan.picture import draw, in_units, render
 
-from .commands import run_varlen
+from .commands import run_module
 
 MIB = 2**20
 
@@ -100,7 +102,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
     files = [tmp_path / "plan.svg", tmp_path / "plan.html"]
 
     outputs = [word for file in files for word in ("--output", file)]
-    done = run_varlen("plan", encoder, "--lengths", "9", "--lengths", "5, 17,20", *outputs)
+    done = run_module(main, encoder, "--lengths", "9", "--lengths", "5, 17,20", *outputs)
 
     assert done.exit_code == 0, done.output
     assert "9 tokens: " in done.output
@@ -124,7 +126,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
 def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
-    done = run_varlen("plan", encoder, *arguments)
+    done = run_module(main, encoder, *arguments)
 
     assert done.exit_code == 2
     assert says in done.output
@@ -132,7 +134,7 @@ def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, argumen
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    done = run_varlen("plan", tmp_path)
+    done = run_module(main, tmp_path)
 
     assert done.exit_code == 2
     assert "Traceback" not in done.output

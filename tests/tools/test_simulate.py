@@ -21,11 +21,12 @@ from varlen.config import EngineConfig, PolicyName
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
-from varlen_tools.simulate.batches import BatchStudy, full_load, simulate
-from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
-from varlen_tools.workloads import Arrival, burst_arrivals, poisson_arrivals, with_deadline
+from varlen_bench.simulate.__main__ import app
+from varlen_bench.simulate.batches import BatchStudy, full_load, simulate
+from varlen_bench.simulate.costs import cpu_seconds, gpu_seconds
+from varlen_bench.workloads import Arrival, burst_arrivals, poisson_arrivals, with_deadline
 
-from .commands import run_varlen
+from .commands import run_app
 
 MIX, SHORT = range(5, 501), range(2, 101)
 SEQUENCES = 64
@@ -147,7 +148,7 @@ def test_two_cores_answer_sooner_than_with_a_token_budget(lengths, load, most):
     assert p99 <= 0.85
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_requests_of_one_row_do_not_wait_for_large_ones(workers):
     # as many rows per second as full batches of 51 tokens, at a load of about 0.6
     rate = 0.6 * full(mean=51, workers=workers) / 5.8
@@ -226,6 +227,7 @@ def test_it_is_not_worse_where_costs_are_known_badly(believed):
     assert p99(ours) <= 1.1 * p99(budget)
 
 
+@pytest.mark.full
 def test_padded_it_serves_more_at_overload_and_answers_much_sooner_below_it():
     def both(load):
         rate = load * full()
@@ -260,6 +262,7 @@ def test_every_request_is_answered_once_and_no_batch_passes_a_limit(
     assert sum(shape.tokens for shape in run.batches) == sum(n * k for n, k in sent.items())
 
 
+@pytest.mark.full
 def test_twenty_thousand_requests_and_none_is_lost():
     arrivals = poisson_arrivals(20_000, 900.0, MIX, seed=5)
 
@@ -286,7 +289,7 @@ def adversary(count, rate, seed):
     return [Arrival(arrival.at, 500) if numbers.random() < 0.02 else arrival for arrival in short]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_long_do_not_starve_among_the_short(seed, workers):
     """They wait about as long as in order of arrival, and their own time.
@@ -304,8 +307,8 @@ def test_the_long_do_not_starve_among_the_short(seed, workers):
     assert longest("dp") <= 1.1 * longest("token_budget") + 2 * own
 
 
-@pytest.mark.parametrize("policy", ["token_budget", "dp"])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("policy", [pytest.param("token_budget", marks=pytest.mark.full), "dp"])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.full)])
 def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_overload(policy, rows):
     """The queue lets single rows pass a large request, but not for ever."""
     single = [Arrival(each.at, 64) for each in poisson_arrivals(9000, 900.0, [64], seed=0)]
@@ -319,7 +322,7 @@ def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_ove
     assert of_many[-1] <= 2.5 * of_one_row[-1]
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_requests_with_a_deadline_keep_it_or_are_refused_at_once(workers):
     rate = 2.0 * full(workers=workers)
     arrivals = with_deadline(poisson_arrivals(3000, rate, MIX, seed=7), 0.5)
@@ -340,7 +343,7 @@ def test_requests_with_a_deadline_keep_it_or_are_refused_at_once(workers):
     )
 
 
-@pytest.mark.parametrize("scatter", [0.0, 0.4])
+@pytest.mark.parametrize("scatter", [0.0, pytest.param(0.4, marks=pytest.mark.full)])
 def test_refusals_at_twice_the_load_cost_no_throughput(scatter):
     """Batches take a factor of exp(scatter) longer or shorter than expected."""
     numbers, actual = random.Random(9), table()
@@ -455,8 +458,8 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
     trace, table = tmp_path / "trace.csv", tmp_path / "results.csv"
     trace.write_text("tokens\n" + "\n".join(map(str, range(5, 500, 5))))
 
-    done = run_varlen(
-        "simulate",
+    done = run_app(
+        app,
         *("--policies", "token_budget,dp/padded", "--trace", trace, "--loads", "0.5"),
         *("--count", "200", "--goal-ms", "300", "--table", table),
     )
@@ -473,8 +476,8 @@ def test_the_command_prints_and_writes_every_policy(tmp_path):
 def test_the_grid_compares_policies_in_every_cell(tmp_path):
     table = tmp_path / "grid.csv"
 
-    done = run_varlen(
-        "simulate",
+    done = run_app(
+        app,
         "grid",
         *("--policies", "dp,none", "--lengths", "mixed,rows", "--workers", "1,2"),
         *("--loads", "0.6", "--seeds", "1", "--count", "60", "--table", table),
@@ -492,9 +495,7 @@ def test_the_grid_compares_policies_in_every_cell(tmp_path):
 
 
 def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
-    padded, packed = (
-        run_varlen("simulate", "partition", *options) for options in ([], ["--packed"])
-    )
+    padded, packed = (run_app(app, "partition", *options) for options in ([], ["--packed"]))
 
     assert re.search(r"best partition │ 17, 18 \| 52, 63 \| 77 ", padded.output)
     assert re.search(r"best partition │ 17, 18, 52, 63, 77 .*│ 1.00x", packed.output)
@@ -524,7 +525,7 @@ def test_the_example_of_the_paper_is_three_batches_if_they_pad_and_one_if_not():
 def test_a_command_refuses_what_it_cannot_do(tmp_path, monkeypatch, command, arguments, message):
     monkeypatch.chdir(tmp_path)
 
-    done = run_varlen("simulate", *command.split(), *arguments.split())
+    done = run_app(app, *command.split(), *arguments.split())
 
     assert done.exit_code == 2
     assert message in done.output

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
 from varlen.errors import RequestError
-from varlen_tools.simulate.costs import StepCosts
-from varlen_tools.simulate.measured_steps import fit, measure
-from varlen_tools.simulate.steps import Step, StepStudy, simulate
-from varlen_tools.workloads import Arrival, generation_arrivals
+from varlen_bench.simulate.__main__ import app
+from varlen_bench.simulate.costs import StepCosts
+from varlen_bench.simulate.measured_steps import fit, measure
+from varlen_bench.simulate.steps import Step, StepStudy, simulate
+from varlen_bench.workloads import Arrival, generation_arrivals
 
-from .commands import run_varlen
+from .commands import run_app
 from .conftest import read_csv
 
 COSTS = StepCosts(20e-3, 700e-6, 5e-6)
@@ -102,6 +103,7 @@ def test_steps_keep_to_their_limits_and_compute_every_token(policy, max_step_tok
     assert computed > least if run.end.preemptions else computed == least
 
 
+@pytest.mark.full
 def test_reserve_never_preempts_and_optimistic_does_where_blocks_are_few():
     load = study(blocks=64, max_tokens=128)
 
@@ -112,6 +114,7 @@ def test_reserve_never_preempts_and_optimistic_does_where_blocks_are_few():
     assert optimistic.preemptions > 0
 
 
+@pytest.mark.full
 def test_optimistic_starts_answers_sooner_where_they_are_shorter_than_max_tokens():
     load = study(blocks=256, max_tokens=512)
 
@@ -139,7 +142,8 @@ def test_chunks_of_prompts_lower_the_largest_gap_between_tokens():
     assert gaps[1024] >= COSTS.of(1000, 0)
 
 
-@pytest.mark.parametrize("load", [pytest.param(0.5, marks=pytest.mark.full), 1.5])
+@pytest.mark.full
+@pytest.mark.parametrize("load", [0.5, 1.5])
 def test_a_target_bounds_the_gaps_between_tokens_and_keeps_the_throughput(load):
     whole = study(400, blocks=4096)
     rate = load * whole.full_load(32)
@@ -182,6 +186,7 @@ def test_times_are_those_of_the_steps():
     assert result.gap == pytest.approx(decode[-1], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_full_load_is_about_what_is_served_at_overload():
     load, running = study(count=1000, blocks=4096), config("reserve", 512)
 
@@ -242,8 +247,8 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     rows = [f"{time},{50 + 3 * i},{1 + i % 20}" for i, time in enumerate(times)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
 
-    done = run_varlen(
-        "simulate",
+    done = run_app(
+        app,
         "generate",
         *("--trace", trace, "--stream", "trace", "--loads", "0.3,0.6", "--table", table),
         *("--max-step-tokens", "64,256", "--inter-token-latency-ms", "0,90"),
@@ -281,9 +286,7 @@ def test_the_command_prints_and_writes_every_policy_and_size(tmp_path):
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
-    done = run_varlen(
-        "simulate", "generate", *(tmp_path if word == "EMPTY" else word for word in arguments)
-    )
+    done = run_app(app, "generate", *(tmp_path if word == "EMPTY" else word for word in arguments))
 
     assert done.exit_code == 2
     assert message in done.output

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from tests.closeness import assert_close
 from varlen_tools.train_demo import __main__ as command
-from varlen_tools.train_demo.muon import orthogonalized
+from varlen_tools.train_demo.__main__ import python_documents
+from varlen_tools.train_demo.loop import orthogonalized
 from varlen_tools.train_demo.save import save_gpt2
-from varlen_tools.train_demo.text import python_documents
 from varlen_tools.train_demo.train import END_OF_TEXT, encode, train, train_tokenizer
 from varlen_tools.train_demo.transformer import Shape, Training
 

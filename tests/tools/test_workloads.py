@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from varlen_tools.workloads import (
+from varlen_bench.workloads import (
     Arrival,
     Mix,
     at_rate,

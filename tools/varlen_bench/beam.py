@@ -28,8 +28,8 @@ from varlen_bench.harness.summary import ratio, rounded
 from varlen_bench.harness.worker import Message, WorkerProcess, ask_once
 from varlen_bench.peers.checkpoints import TRANSFORMER_BASE, config_field, save_random_translator
 from varlen_bench.workers.beam import OURS, SYSTEMS, TRANSFORMERS
+from varlen_bench.workloads import Mix, token_ids
 from varlen_tools.train_demo.dates import FORMS, held_out_examples
-from varlen_tools.workloads import Mix, token_ids
 
 BASE, DATES = TRANSFORMER_BASE.name, "tiny_dates"
 _QUICK_REQUESTS = 8
@@ -173,9 +173,6 @@ def equal_latency_ratio(results: Sequence[Result]) -> float | None:
 
     Between two measured rates the latency counts as linear. The rate is at most what varlen serves at once, since a
     higher one lasts only as long as the workload. None if one of both did not run.
-
-    Args:
-        results: results of one model.
     """
     poisson = [result for result in results if result.arrivals == "poisson" and result.rounds]
     theirs = result_of(poisson, TRANSFORMERS)

@@ -15,9 +15,8 @@ import torch
 import typer
 
 from varlen_bench.harness.command import Output, Quick, Run, csv_path
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import Spread, rounded, worst
-from varlen_bench.harness.tables import csv_table
 from varlen_bench.ops.call import Inputs, OpCall
 from varlen_bench.ops.table import op_call
 from varlen_kernels import cpu, reference

@@ -33,7 +33,6 @@ class Compilation:
         arch: compute capability, such as 90.
         num_warps, shared_bytes: warps and shared memory of one program.
         ptx: assembly before the last compiler stage.
-        cubin: machine code.
         cached: whether it came from the cache on disk.
     """
 

@@ -106,7 +106,7 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
     """Compare varlen's encoder with transformers, zentorch, onnxruntime, OpenVINO and CTranslate2."""
 
     name: ClassVar = "encoder"
-    packages: ClassVar = (
+    packages: ClassVar[Sequence[str]] = (
         "torch",
         "transformers",
         "onnxruntime",
@@ -116,13 +116,15 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
     )
     errors: ClassVar = (CheckpointError,)
     systems: ClassVar = SYSTEMS
-    columns: ClassVar = (
+    columns: ClassVar[Sequence[str]] = (
         *"model workload system batch sequences tokens rounds".split(),
         *_FIGURES,
         *("calibration", "note"),
     )
-    shown: ClassVar = ("system", "batch", "sequences", *_FIGURES, "note")
+    shown: ClassVar[Sequence[str]] = ("system", "batch", "sequences", *_FIGURES, "note")
     by: ClassVar = ("workload",)
+    worker: ClassVar[str] = "varlen_bench.workers.encoder"
+    """Module of the worker processes."""
 
     model: Annotated[
         Path,
@@ -188,10 +190,14 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
                     speed = result.work / found["seconds"]
                     return {"tokens_per_second": speed, "peak_rss_mib": found["peak_rss_mib"]}
 
-                names = [workload.name for workload in self.workloads]
-                by_workload = sorted(results, key=lambda result: names.index(result.workload))
-                measure_in_turns(by_workload, measure, rounds=self.rounds, report=progress)
+                turns = self._in_turn(results)
+                measure_in_turns(turns, measure, rounds=self.rounds, report=progress)
             yield results
+
+    def _in_turn(self, results: Sequence[EncoderResult]) -> Sequence[EncoderResult]:
+        """Return results in the order of a round: each workload with all systems."""
+        names = [workload.name for workload in self.workloads]
+        return sorted(results, key=lambda result: names.index(result.workload))
 
     def _derived(self, result: EncoderResult, results: Sequence[EncoderResult]) -> dict[str, Cell]:
         model = self.model.resolve()
@@ -220,8 +226,8 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
 
     def _start(self, system: System, scratch: Path) -> WorkerProcess:
         checkpoint = exported(self.model, system.engine, system.precision, self.pooling)
-        module, more = "varlen_bench.workers.encoder", {"pooling": self.pooling}
-        return start_system(module, system, checkpoint, scratch, threads=self.cores, **more)
+        more = {"pooling": self.pooling}
+        return start_system(self.worker, system, checkpoint, scratch, threads=self.cores, **more)
 
     def _calibrate(
         self,

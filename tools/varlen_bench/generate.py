@@ -28,7 +28,7 @@ from varlen_bench.peers.checkpoints import (
     save_random_decoder,
 )
 from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS
-from varlen_tools.workloads import (
+from varlen_bench.workloads import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
     Mix,

@@ -24,15 +24,14 @@ from varlen_bench.compare.turns import noted_failure
 from varlen_bench.harness import machine
 from varlen_bench.harness.command import Only, Progress, Threads, select
 from varlen_bench.harness.resident import MIB, family_bytes, model_process, resident_bytes
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import flatness, ratio, rounded, worst
-from varlen_bench.harness.tables import csv_table
 from varlen_bench.harness.worker import Message, WorkerError, ask_once
+from varlen_bench.paper_plan import lengths
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, random_checkpoint
 from varlen_bench.workers.memory import NO_ARENA, OURS, PEER, Case
 from varlen_client import Client, RetryPolicy, VarlenClientError
 from varlen_tools.local_server import LocalServer, ServerError, end_on_sigterm
-from varlen_tools.show_plan.paper import lengths
 from varlen_tools.tables import Table
 
 Device: TypeAlias = Literal["cpu", "cuda"]

@@ -28,9 +28,8 @@ from varlen_bench.compare.turns import in_turn
 from varlen_bench.harness.command import Only, Progress, select
 from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.harness.resident import MIB, resident_bytes
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import Spread, rounded
-from varlen_bench.harness.tables import csv_table
 from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.peers.checkpoints import (
     BERT_BASE,

@@ -33,15 +33,14 @@ from varlen_bench.harness.replicas import (
     find_proxy,
     replicas,
 )
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import percentile_ms, rounded
-from varlen_bench.harness.tables import csv_table
+from varlen_bench.workloads import Mix, named_mix, next_poisson_times, token_ids
 from varlen_client import AsyncClient, RetryPolicy, VarlenClientError
 from varlen_client.metrics import fetch_metrics, read_metrics
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.shared_memory import remove_unused
 from varlen_tools.tables import Table
-from varlen_tools.workloads import Mix, named_mix, next_poisson_times, token_ids
 
 _CLIENT = "client"
 # The configurations of deploy/ probe this model.

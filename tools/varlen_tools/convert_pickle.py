@@ -22,10 +22,13 @@ from torch import Tensor
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_object
 from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.m3_heads import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
 from varlen_client.cli.progress import show_stage
 from varlen_tools.messages import first_line
 
+# The heads of bge-m3 beside its weights, and what is applied to what they give.
+HEADS = {SPARSE: "activation.ReLU", VECTORS: "linear.Identity"}
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 # The first bytes of what torch.save writes today; older files are plain pickles.
 _ZIP = b"PK\x03\x04"
@@ -40,6 +43,9 @@ class PickleError(Exception):
 def convert(folder: Path, into: Path | None = None) -> list[Path]:
     """Write a folder's pickled weights as safetensors, and return the new files.
 
+    The heads of bge-m3 become folders in the form of a Dense module. Where only they are pickled, only they are
+    converted.
+
     Args:
         into: folder of the new files; None is the same.
 
@@ -48,6 +54,14 @@ def convert(folder: Path, into: Path | None = None) -> list[Path]:
             is not clear which pickle has the weights.
     """
     into = into or folder
+    heads = [name for name in HEADS if has_file(folder, f"{name}.pt")]
+    has_weights = has_file(folder, SINGLE) or has_file(folder, INDEX)
+    written = [] if heads and has_weights else _convert_weights(folder, into)
+    return written + [path for name in heads for path in _convert_head(folder, into, name)]
+
+
+def _convert_weights(folder: Path, into: Path) -> list[Path]:
+    """Write the weights of the model; see `convert`."""
     if has_file(folder, _PICKLE_INDEX):
         weight_map, index = _read_index(folder)
         targets = _shard_names(weight_map)
@@ -70,8 +84,40 @@ def convert(folder: Path, into: Path | None = None) -> list[Path]:
         raise PickleError(f"{into} cannot be written: {first_line(error)}") from None
 
 
+def _convert_head(folder: Path, into: Path, name: str) -> list[Path]:
+    """Write a head of bge-m3, whose pickle has the state of one linear layer."""
+    source = f"{name}.pt"
+    tensors = _read(_inside(folder, source))
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    if len(tensors) != 2 or weight is None or bias is None or weight.ndim != 2:
+        raise PickleError(
+            f"{source} has {', '.join(map(repr, tensors))}; allowed: weight and bias of a linear layer"
+        )
+    target = into / name
+    if target.exists() or target.is_symlink():
+        raise PickleError(f"{target} exists already; move it away first")
+    features, width = weight.shape
+    layer = {
+        "in_features": width,
+        "out_features": features,
+        "bias": True,
+        "activation_function": f"torch.nn.modules.{HEADS[name]}",
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=into) as scratch:
+            made = Path(scratch, name)
+            made.mkdir()
+            (made / "config.json").write_text(json.dumps(layer, indent=1), encoding="utf-8")
+            copies = {f"linear.{key}": each.contiguous().clone() for key, each in tensors.items()}
+            save_file(copies, made / SINGLE, metadata={"format": "pt"})
+            made.rename(target)
+    except OSError as error:
+        raise PickleError(f"{target} cannot be written: {first_line(error)}") from None
+    return [target / "config.json", target / SINGLE]
+
+
 def _only_pickle(folder: Path) -> str:
-    names = pickled_weights(folder)
+    names = [name for name in pickled_weights(folder) if name.removesuffix(".pt") not in HEADS]
     if "pytorch_model.bin" in names:
         return "pytorch_model.bin"
     if len(names) != 1:

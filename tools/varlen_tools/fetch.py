@@ -1,8 +1,8 @@
 """Put a checkpoint into a model repository: `varlen fetch SOURCE`.
 
 Copies the files that serving needs, never pickles or code, checks them, writes a complete config.pbtxt, and says
-what it found. The model appears in the repository whole or not at all. A model of GLiNER gets the tokenizer and the
-configuration of the model that its encoder was made of.
+what it found. Adapters of the model are put beside it. The model appears in the repository whole or not at all. A model
+of GLiNER gets the tokenizer and the configuration of the model that its encoder was made of.
 """
 
 import fnmatch
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
 
@@ -25,10 +26,25 @@ from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.extraction import is_extraction
+from varlen.models.checkpoint.extraction import (
+    ENCODER_CONFIG,
+    LABELS_TOKENIZER,
+    is_extraction,
+)
 from varlen.models.checkpoint.files import TOKENIZER, has_file, locate
-from varlen.models.checkpoint.folder_forms import check_form, check_is_folder
-from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
+from varlen.models.checkpoint.folder_forms import (
+    check_form,
+    check_is_folder,
+    check_is_transformer,
+    has_checkpoint,
+)
+from varlen.models.checkpoint.incomplete_files import check_no_pointers
+from varlen.models.checkpoint.lora_folder import CONFIG as ADAPTER_CONFIG
+from varlen.models.checkpoint.lora_folder import FOLDER as ADAPTERS
+from varlen.models.checkpoint.lora_folder import NAME as ADAPTER_NAME
+from varlen.models.checkpoint.lora_folder import WEIGHTS as ADAPTER_WEIGHTS
+from varlen.models.checkpoint.lora_folder import read_lora_folder
+from varlen.models.checkpoint.m3_heads import SPARSE, VECTORS
 from varlen.models.checkpoint.router import folders_of_routes
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights
@@ -37,7 +53,14 @@ from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
-from varlen_tools.gliner_files import BACKBONE_FILES, backbone_name, complete, missing_parts
+from varlen_tools.gliner_files import (
+    BACKBONE_FILES,
+    TEXTS_FIELD,
+    backbone_fields,
+    backbone_name,
+    complete,
+    missing_parts,
+)
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -51,8 +74,13 @@ from varlen_tools.scratch import scratch_folder
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
 # Pickled weights, which are downloaded only to be converted.
 _PICKLES = ("pytorch_model*.bin", "*/pytorch_model.bin")
+# Heads of bge-m3 beside its weights, likewise; converted, each is a folder.
+_PICKLED_HEADS = tuple(f"{name}.pt" for name in (SPARSE, VECTORS))
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 # Chat templates with names.
 _TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
+# Files in folders that no modules.json names.
+_FILES_OF_PARTS = (_TEMPLATES, ENCODER_CONFIG, f"{LABELS_TOKENIZER}/*.json")
 # Name of the folder of an unfinished model.
 STAGING_PREFIX = ".fetch-"
 # States the languages of a model.
@@ -85,6 +113,7 @@ def fetch(
     settings: Mapping[str, str] | None = None,
     inputs: Inputs | None = None,
     backbone: str | None = None,
+    adapters: Sequence[str] = (),
     convert_pickles: bool = False,
     force: bool = False,
     on_found: Callable[[Findings], object] | None = None,
@@ -97,6 +126,7 @@ def fetch(
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
         backbone: folder, or hub id `org/name[@revision]`, of the model that the encoder of a model of GLiNER was made
             of; None is the one that a model of the hub names.
+        adapters: folders, or hub ids, of adapters of peft for the model; each perhaps as `NAME=SOURCE`.
         convert_pickles: whether pickled weights are converted to safetensors.
         on_found: function to call with the findings, once the checkpoint is checked.
         show: function that returns a context, in which it shows a stage to the user.
@@ -107,6 +137,7 @@ def fetch(
     name = name or default_name(source)
     check_arguments(source, name, settings or {})
     _check_backbone(backbone)
+    named_adapters = _named_adapters(adapters)
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
     max_batch_size, config = _read_settings(settings or {})
@@ -117,6 +148,8 @@ def fetch(
         version.mkdir(parents=True)
         facts = _copy_source(source, version, scratch.path, show, convert_pickles)
         facts = _complete(source, version, backbone, scratch.path, facts)
+        for adapter, its_source in named_adapters.items():
+            _add_adapter(its_source, version / ADAPTERS / adapter, scratch.path, show)
         with (
             show("checking the checkpoint"),
             _refusing(CheckpointError, ConfigError, folder=version, shown=source),
@@ -185,6 +218,49 @@ def _check_backbone(backbone: str | None) -> None:
         f"the backbone {backbone!r} is no folder and no name; allowed: a folder with config.json and the files of a"
         " tokenizer, or a hub id org/name[@revision]"
     )
+
+
+def _named_adapters(sources: Sequence[str]) -> dict[str, str]:
+    """Return the source of each adapter by its name."""
+    named: dict[str, str] = {}
+    for each in sources:
+        name, has_name, source = each.partition("=")
+        # a folder may have this sign in its name
+        if not has_name or Path(each).is_dir():
+            name, source = "", each
+        if not Path(source).expanduser().is_dir() and not is_hub_name(source):
+            raise FetchError(
+                f"the adapter {source!r} is no folder and no name of the hub; allowed: a folder of peft, or a hub id"
+                " org/name[@revision], perhaps with a name before it: NAME=SOURCE"
+            )
+        name = name or default_name(source)
+        if not ADAPTER_NAME.fullmatch(name):
+            raise FetchError(
+                f"the name {name!r} cannot be an adapter's; allowed: letters, digits, '.', '_' and '-', at most 64, the"
+                f" first a letter or digit (choose one with --adapter NAME={source})"
+            )
+        if name in named:
+            raise FetchError(f"two adapters have the name {name}; write NAME=SOURCE for one")
+        named[name] = source
+    return named
+
+
+def _add_adapter(source: str, into: Path, scratch: Path, show: Show) -> None:
+    """Copy the files of an adapter, and check them without the weights."""
+    with (
+        show(f"adding the adapter {into.name}"),
+        _folder_or_download(source, _HUB, scratch, ADAPTER_FILES) as (folder, shown),
+        _refusing(CheckpointError, folder=folder, shown=shown),
+    ):
+        check_no_pointers(folder)
+        for name in ADAPTER_FILES:
+            if has_file(folder, name):
+                into.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(locate(folder, name), into / name)
+        with _refusing(CheckpointError, folder=into, shown=shown):
+            if not into.is_dir():
+                raise FetchError(f"{shown} has no {ADAPTER_FILES[0]}; give a folder of peft")
+            read_lora_folder(into).close()
 
 
 def is_hub_name(source: str) -> bool:
@@ -256,53 +332,86 @@ def _copy_source(
 def _complete(
     source: str, into: Path, backbone: str | None, scratch: Path, facts: TextFacts
 ) -> TextFacts:
-    """Add what a model of GLiNER reads from its backbone; return facts of its texts."""
+    """Add what a model of GLiNER reads from its backbones; return facts of its texts."""
     with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
-        missing = missing_parts(into) if is_extraction(into) else ()
-        if backbone is not None and not missing:
+        fields = backbone_fields(into) if is_extraction(into) else ()
+        missing = {field: missing_parts(into, field) for field in fields}
+        if backbone is not None and not missing.get(TEXTS_FIELD):
             raise FetchError(f"{source} lacks no files of a backbone; leave --backbone out")
-        if not is_extraction(into):
-            return facts
+    for field, parts in missing.items():
+        own = backbone if field == TEXTS_FIELD else None
+        shown = _complete_field(source, into, field, parts, own, scratch)
+        if TOKENIZER in parts:
+            facts = replace(facts, made_of=(f"files of {shown}",))
+    return facts
+
+
+def _complete_field(
+    source: str, into: Path, field: str, missing: Sequence[str], backbone: str | None, scratch: Path
+) -> str:
+    """Add what a model reads from one backbone; return the name of its source."""
+    with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
         if not missing:
-            complete(into, None)
-            return facts
-        named = backbone_name(into)
+            complete(into, field, None)
+            return ""
+        named = backbone_name(into, field)
     lacks = f"{source} lacks {' and '.join(missing)}, which the library gliner reads from {named}"
+    of_texts = field == TEXTS_FIELD
     if backbone is None and not is_hub_name(source):
         raise FetchError(
             f"{lacks}; name it: varlen fetch {source} --backbone {named}, or a folder with its config.json and the"
             " files of its tokenizer"
+            if of_texts
+            else f"{lacks}; save the model with the library, which writes them"
         )
     try:
         with (
-            _backbone_folder(backbone, named, scratch) as (folder, shown),
+            _folder_or_download(
+                backbone or named,
+                _BACKBONE,
+                scratch,
+                BACKBONE_FILES,
+                "backbone",
+                # what the files of the model name is never a folder of this machine
+                may_be_folder=backbone is not None,
+            ) as (folder, shown),
             _refusing(CheckpointError, ConversionError, folder=folder, shown=shown),
         ):
-            complete(into, folder)
+            complete(into, field, folder)
     except FetchError as error:
         raise FetchError(
             f"{lacks}: {error}; --backbone names another copy, a folder or a hub id"
+            if of_texts
+            else f"{lacks}: {error}"
         ) from None
-    return replace(facts, made_of=(f"files of {shown}",)) if TOKENIZER in missing else facts
+    return shown
 
 
 @contextmanager
-def _backbone_folder(backbone: str | None, named: str, scratch: Path) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with the files of a backbone, and its name for messages.
+def _folder_or_download(
+    source: str,
+    pattern: re.Pattern[str],
+    scratch: Path,
+    files: Sequence[str],
+    use: str = "",
+    *,
+    may_be_folder: bool = True,
+) -> Iterator[tuple[Path, str]]:
+    """Yield a folder with some files of a source, and its name for messages.
 
     Args:
-        backbone: the user's choice.
-        named: name in the files of the model, which is never a folder of this machine.
+        pattern: form of the names of the hub.
+        may_be_folder: whether the source may be a folder of this machine.
     """
-    if backbone is not None and (folder := Path(backbone).expanduser()).is_dir():
-        yield folder, backbone
+    if may_be_folder and (folder := Path(source).expanduser()).is_dir():
+        yield folder, source
         return
-    hub = _BACKBONE.fullmatch(backbone or named)
+    hub = pattern.fullmatch(source)
     if hub is None:
-        raise FetchError(f"{named!r} is no name of the hub")
-    commit, files = _ask_hub(hub["id"], hub["revision"])
+        raise FetchError(f"{source!r} is no name of the hub")
+    commit, names = _ask_hub(hub["id"], hub["revision"])
     # another lock: the files may name their own model
-    with _downloaded(hub["id"], commit, files, scratch, BACKBONE_FILES, "backbone") as folder:
+    with _downloaded(hub["id"], commit, names, scratch, files, use) as folder:
         yield folder, f"{hub['id']}@{commit}"
 
 
@@ -337,6 +446,7 @@ def _download_from_hub(
     pickles = _only_pickled(files)
     if convert_pickles:
         patterns += [name for name in map(str, pickles) if _fits(name, _PICKLES)]
+        patterns += _PICKLED_HEADS
     with _downloaded(model, commit, files, scratch, patterns) as folder:
         with _refusing(CheckpointError, folder=folder, shown=model):
             check_is_transformer(folder)
@@ -454,7 +564,8 @@ def copy_checkpoint(source: Path, into: Path, *, convert_pickles: bool = False) 
         FetchError: the folder holds no transformer, a link leads out of it, weights are pickled, or tokenizer.json
             cannot be made.
     """
-    for folder in ("", *_module_folders(source)):
+    heads = [name for name in (SPARSE, VECTORS) if has_file(source, f"{name}/config.json")]
+    for folder in ("", *_module_folders(source), *heads):
         with _refusing(CheckpointError):
             check_is_transformer(source / folder)
             if not convert_pickles:
@@ -464,7 +575,7 @@ def copy_checkpoint(source: Path, into: Path, *, convert_pickles: bool = False) 
                     _copy(source, path, into)
         if convert_pickles:
             _convert_pickles(source / folder, into / folder)
-    for path in source.glob(_TEMPLATES):
+    for path in chain.from_iterable(map(source.glob, _FILES_OF_PARTS)):
         with _refusing(CheckpointError):
             _copy(source, path, into)
     try:
@@ -476,7 +587,7 @@ def copy_checkpoint(source: Path, into: Path, *, convert_pickles: bool = False) 
     return TextFacts(
         read_languages(source / MODEL_CARD),
         made.sources if made else (),
-        unserved_heads(source),
+        unserved_heads(source, into),
     )
 
 
@@ -484,7 +595,8 @@ def _convert_pickles(folder: Path, into: Path) -> None:
     """Write the pickled weights of a folder without safetensors into a copy."""
     from varlen_tools.convert_pickle import PickleError, convert  # imports torch
 
-    if pickled_weights(folder) and not list(folder.glob("*.safetensors")):
+    has_heads = any(has_file(folder, name) for name in _PICKLED_HEADS)
+    if has_heads or (pickled_weights(folder) and not list(folder.glob("*.safetensors"))):
         with _refusing(PickleError):
             convert(folder, into)
 
@@ -574,6 +686,13 @@ def main(
             " the one that a model of the hub names."
         ),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r"Adapter of peft for the model: a folder, or org/name\[@revision], perhaps with a name before it:"
+            " NAME=FOLDER. May be repeated."
+        ),
+    ] = None,
     convert_pickle: Annotated[
         bool,
         typer.Option(
@@ -599,6 +718,7 @@ def main(
             settings=parse_settings(settings),
             inputs=inputs,
             backbone=backbone,
+            adapters=adapter or (),
             convert_pickles=convert_pickle,
             force=force,
             on_found=lambda found: Console(stderr=True).print(table(rows(found))),

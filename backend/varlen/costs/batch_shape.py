@@ -20,7 +20,6 @@ class BatchShape:
     """Numbers that decide the cost of a batch.
 
     Attributes:
-        sequences: number of sequences.
         tokens: tokens of all sequences, without padding.
         squares: sum of the squared lengths, in tokens squared.
         longest: length of the longest sequence, in tokens.
@@ -47,7 +46,6 @@ class BatchLimits:
     """Limits of one batch. A batch of one sequence is always allowed.
 
     Attributes:
-        max_sequences: largest number of sequences.
         max_tokens: largest number of tokens, padding included.
         execution: whether sequences are padded to the longest of their batch.
     """

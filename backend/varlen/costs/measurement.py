@@ -39,7 +39,6 @@ class Measurement:
     Attributes:
         batches: shapes to measure, at least one.
         is_complete: whether all planned batches were measured.
-        seconds: duration of measuring.
         spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 
@@ -92,9 +91,7 @@ def measure(
 
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
-        limits: bounds of a batch.
         max_length: longest sequence, in tokens; a batch may hold one.
-        seconds: the time limit.
         clock: returns the time in seconds.
         report: gets a line of progress now and then.
 

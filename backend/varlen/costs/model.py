@@ -32,7 +32,6 @@ class MeasuredBatch:
 
     Attributes:
         lengths: tokens of each sequence.
-        seconds: measured duration.
     """
 
     lengths: tuple[int, ...]

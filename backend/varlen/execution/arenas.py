@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +9,9 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.device import device_memory, memory_of
-from varlen.execution.packing import largest_dims
-from varlen.memory.arena import Arena, Layout, alignment_of
+from varlen.execution.packing import largest_dims, with_adapted
+from varlen.memory.arena import Arena, Layout, alignment_of, max_tokens_that_fit
+from varlen.memory.usage import Dims
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Program, State
 
@@ -28,7 +28,6 @@ class KvSize:
         num_blocks: blocks of each cache.
         block_size: tokens of a block.
         block_bytes: memory of a block in all layers, keys and values, in bytes.
-        dtype: dtype of keys and values.
     """
 
     num_blocks: int
@@ -51,11 +50,8 @@ def kv_size(
     """Return the size of the caches that the settings allow.
 
     Args:
-        config: the settings.
-        device: holds the caches.
         dtype: dtype of the activations, and of keys and values.
         heads: head layout of each layer, in this process.
-        num_layers: number of layers.
         has_beams: whether most sequences are beams, which copy a block when they part.
         processes: processes that share `kv_bytes`.
         lengths: lengths of the longest sequence, and of the longest source text if there are any.
@@ -70,7 +66,7 @@ def kv_size(
             f"kv_block_tokens is {block_size}; allowed on a GPU: multiples of {_GPU_BLOCK_TOKENS}"
         )
     block_bytes = 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
-    allowed = config.kv_limit(memory_of(device)) // processes
+    allowed = config.kv_limit(memory_of(device, processes)) // processes
     if allowed < block_bytes:
         raise ConfigError(
             f"kv_bytes allows {allowed} bytes; one block of {block_size} tokens needs {block_bytes}"
@@ -99,53 +95,59 @@ def caches_of(states: Sequence[State], memory: Tensor) -> dict[str, Tensor]:
     return {state.name: cache for state, cache in zip(states, memory, strict=True)}
 
 
-def batch_arena(
-    program: Program,
+def batch_arenas(
+    programs: Sequence[Program],
     config: EngineConfig,
     longest: int,
     device: torch.device,
     workers: int,
     stages: Sequence[Program],
-) -> Arena:
-    """Return an arena for the largest batch of a worker and for the longest sequence.
+) -> tuple[Arena, ...]:
+    """Return the arena of each program, for the largest batch of a worker.
+
+    It holds the longest sequence too.
 
     Args:
-        program: the program that uses it.
-        config: the settings.
         longest: longest sequence, in tokens.
-        device: its device.
-        workers: number of workers of the model.
-        stages: the programs of all stages, which run the same batches; only this one without stages.
+        stages: the programs of all stages, which run the same batches; none without stages.
 
     Raises:
         ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
-    layout = Layout(program.buffers, alignment_of(device))
+    alignment = alignment_of(device)
+    layouts = [Layout(program.buffers, alignment) for program in programs]
     workers *= config.num_processes
-    allowed = config.arena_limit(memory_of(device)) // workers
+    allowed = config.arena_limit(memory_of(device, config.num_processes)) // workers
     # a batch with more tokens is a single sequence
     max_sequences = config.max_batch_tokens
     if device.type == "cuda":
         # a graph has room for as many sequences as a batch may have, and no more
         max_sequences = min(max_sequences, most_sequences(config) or max_sequences)
-    largest = partial(largest_dims, max_sequences=max_sequences)
-    most = min(
-        Layout(stage.buffers, alignment_of(device)).max_tokens_that_fit(
-            allowed, max(config.max_batch_tokens, longest), largest
-        )
-        for stage in stages
-    )
+
+    def largest(tokens: int) -> Dims:
+        dims = largest_dims(tokens, max_sequences)
+        if config.execution == "padded":
+            # padding is a sequence too, and may have no tokens
+            more = {name: 2 * dims[name] for name in ("sequences", "pooled")}
+            dims = {**dims, **more, "scores": tokens * min(tokens, longest)}
+        return with_adapted(dims, [*programs, *stages])
+
+    together = [[Layout(stage.buffers, alignment)] for stage in stages] or [layouts]
+    most_tokens = max(config.max_batch_tokens, longest)
+    most = min(max_tokens_that_fit(each, allowed, most_tokens, largest) for each in together)
     if not most:
-        needed = layout.plan(largest(1)).footprint
+        needed = sum(layout.plan(largest(1)).footprint for layout in layouts)
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
         )
-    footprint = layout.plan(largest(most)).footprint
+    footprint = sum(layout.plan(largest(most)).footprint for layout in layouts)
     with device_memory(
         f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
         "has free: lower max_batch_tokens, max_sequence_tokens or arena_bytes"
     ):
-        return Arena(layout, largest(most), device, grows=config.growing_arena)
+        return tuple(
+            Arena(layout, largest(most), device, grows=config.growing_arena) for layout in layouts
+        )
 
 
 def step_arenas(
@@ -159,8 +161,10 @@ def step_arenas(
     layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
     # each sequence of a step has a token
     rows = min(config.max_running_sequences + config.short_slots, max_step_tokens)
-    largest = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
-    allowed = config.arena_limit(memory_of(device)) // config.num_processes
+    largest: Dims = {"tokens": max_step_tokens, "sequences": rows, "logit_rows": rows}
+    largest = with_adapted(largest, programs)
+    processes = config.num_processes
+    allowed = config.arena_limit(memory_of(device, processes)) // processes
     needed = sum(layout.plan(largest).footprint for layout in layouts)
     if needed > allowed:
         raise ConfigError(
@@ -177,8 +181,5 @@ def step_arenas(
 
 
 def most_sequences(config: EngineConfig) -> int | None:
-    """Return the most sequences of a batch, with padding; None without a limit."""
-    if config.policy == "token_budget":
-        return None
-    count = config.max_batch_sequences
-    return 2 * count if config.execution == "padded" else count
+    """Return the most sequences of a batch; None without a limit."""
+    return None if config.policy == "token_budget" else config.max_batch_sequences

@@ -123,10 +123,10 @@ def device_memory(refusal: str) -> Iterator[None]:
         raise ConfigError(refusal) from None
 
 
-def memory_of(device: torch.device) -> int:
-    """Return the memory of a device in bytes: the GPU's, the container's or the machine's."""
+def memory_of(device: torch.device, processes: int = 1) -> int:
+    """Return the memory of the machine or container, or of all processes' GPUs, in bytes."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return processes * torch.cuda.get_device_properties(device).total_memory
     return memory_limit()
 
 
@@ -150,20 +150,26 @@ def check_ranks(config: EngineConfig, device: torch.device, *, isolated: bool) -
     """Raise ConfigError if a model cannot be divided among processes there.
 
     Args:
-        config: the settings.
-        device: device of the model.
         isolated: whether it has processes of its own.
     """
+    on_gpu = device.type == "cuda"
+    if config.pipeline_parallel > 1 and on_gpu:
+        raise ConfigError(
+            f"pipeline_parallel is {config.pipeline_parallel}, which needs a CPU: set device to"
+            ' "cpu", or pipeline_parallel to 1'
+        )
     for name in ("tensor_parallel", "pipeline_parallel"):
         count = getattr(config, name)
-        if count > 1 and device.type != "cpu":
-            raise ConfigError(
-                f'{name} is {count}, which needs a CPU: set device to "cpu", or {name} to 1'
-            )
         if count > 1 and not isolated:
             raise ConfigError(
                 f"{name} is {count}, which needs a server; in process, a model is one process"
             )
+    ranks, first = config.tensor_parallel, device.index or 0
+    if ranks > 1 and on_gpu and first + ranks > (seen := torch.cuda.device_count()):
+        raise ConfigError(
+            f"tensor_parallel is {ranks}: each rank has a GPU, from GPU {first} on, and torch sees"
+            f" {seen}; lower tensor_parallel, or let the server see more (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def use_one_core() -> None:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
-from varlen.errors import EngineError, ModelFaultError
+from varlen.errors import AdapterFaultError, EngineError, ModelFaultError
 from varlen.request.request import Float32Array
 from varlen.scheduling.batch import Batch, BatchResult, Failure
 from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, SampledToken
@@ -109,11 +109,7 @@ class _Launched:
 
 
 class _LaunchingExecutor:
-    """Launches batches early, which run one after another, and keeps their times.
-
-    Attributes:
-        slots: batches that may be in flight.
-    """
+    """Launches batches early, which run one after another, and keeps their times."""
 
     def __init__(
         self,
@@ -125,7 +121,6 @@ class _LaunchingExecutor:
         """Start without a batch.
 
         Args:
-            launcher: starts the batches.
             clock: clock of the engine, in seconds.
             is_pipeline: whether a batch begins to run while those before it run in later stages.
         """
@@ -233,13 +228,12 @@ def result_of(check: Callable[[], None], batch: Batch, run: Callable[[], Outputs
 
     Args:
         check: runs the smallest batch, if this one fails.
-        batch: the batch.
         run: returns its outputs; what it takes is the run time.
     """
     began = time.perf_counter()
     outputs: Outputs = []
     failure: Failure | None = None
-    reason = ""
+    reason = adapter = ""
     try:
         outputs = run()
         if len(outputs) != batch.num_outputs:
@@ -250,13 +244,15 @@ def result_of(check: Callable[[], None], batch: Batch, run: Callable[[], Outputs
         failure = "worker"
     except SkippedStepError:
         failure = "skipped"
+    except AdapterFaultError as error:
+        failure, reason, adapter = "adapter", str(error), error.adapter
     except ModelFaultError as error:
         failure, reason = "model", str(error)
     except BaseException:
         _log.exception("a batch of %d sequences failed", len(batch.sequences))
         failure = "batch" if _still_runs(check) else "model"
     seconds = time.perf_counter() - began
-    return BatchResult([] if failure else outputs, seconds, failure, reason=reason)
+    return BatchResult([] if failure else outputs, seconds, failure, reason, adapter)
 
 
 def _still_runs(check: Callable[[], None]) -> bool:
@@ -354,7 +350,6 @@ class StepLauncher(Generic[_Packed]):
         """Start without a step.
 
         Args:
-            device: runs them.
             chooser: says what the device chooses.
             runs_apart: whether steps in flight have different sequences, so that none waits for what is chosen in
                 another one, and the device keeps the logits of each.

@@ -92,12 +92,7 @@ class Handoffs:
         return {value.name for value in self._parts[program].received}
 
     def received(self, program: int, dims: Dims) -> dict[str, Tensor]:
-        """Return what the stage before has written for a batch of these dimensions.
-
-        Args:
-            program: number of the program.
-            dims: dimensions of the batch.
-        """
+        """Return what the stage before has written for a batch of these dimensions."""
         if self._received is None:
             return {}
         return self._received.tensors(program, self._parts[program].received, self.slot, dims)

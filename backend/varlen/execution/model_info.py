@@ -6,9 +6,16 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from varlen.config import BYTES_PER_TOKEN, SHORTEST_QUEUE, SHORTEST_TEXT, EngineConfig
-from varlen.errors import ConfigError
+from varlen.errors import ConfigError, RequestError, shorten
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import MAX_MASKS, Masks, Payload, Words
+from varlen.request.request import (
+    MAX_MASKS,
+    ApartLabels,
+    Masks,
+    Payload,
+    RequestOptions,
+    Words,
+)
 from varlen.scheduling.device_plan import EditLimits
 from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
@@ -83,8 +90,6 @@ def limit_notes(
     """Return a sentence for each limit that is less than the checkpoint's.
 
     Args:
-        checkpoint: the opened checkpoint.
-        config: settings of the model.
         longest: longest sequence of the model, in tokens.
         held: longest sequence that its memory holds; None if that is not known, or a longer one runs in chunks.
     """
@@ -154,7 +159,6 @@ class ModelInfo:
     """A loaded model.
 
     Attributes:
-        task: the task of the model.
         device: kind of the device that runs it: cpu or cuda.
         device_name: name of the device, for the log.
         dtype: data type of weights and activations.
@@ -164,7 +168,11 @@ class ModelInfo:
         max_arena_tokens: longest sequence that the arena of a worker holds, in tokens.
         weight_bytes: memory of the weights, in bytes; workers share it.
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
+        outputs: tasks of its further outputs.
         cost_fields: fields that decide the run time of batches beside settings.
+        adapters: names of its adapters, and why each is refused; empty for those that are served.
+        has_apart_labels: whether an encoder of their own reads labels.
+        adapter_bytes: memory of an adapter in a worker.
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
         workers: number of batches that run at the same time.
         max_logit_rows: most rows of logits of a step.
@@ -185,6 +193,10 @@ class ModelInfo:
     weight_bytes: int
     arena_bytes: int
     cost_fields: Mapping[str, str]
+    outputs: tuple[Task, ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
+    has_apart_labels: bool = False
+    adapter_bytes: int = 0
     is_padded: bool = False
     workers: int = 1
     max_logit_rows: int = 0
@@ -202,13 +214,33 @@ class ModelInfo:
         """The facts that the engine relies on; measured choices may differ from load to load."""
         return astuple(replace(self, device_name="", weight_bytes=0, arena_bytes=0, cost_fields={}))
 
+    def check_adapter(self, name: str) -> None:
+        """Raise RequestError unless the model serves the adapter of this name."""
+        reasons = dict(self.adapters)
+        if reason := reasons.get(name):
+            raise RequestError(f'the adapter "{name}" is damaged, or not served: {reason}')
+        if name not in reasons:
+            has = ", ".join(each for each, reason in self.adapters if not reason)
+            allowed = f"allowed: {shorten(has)}" if has else "this model has none"
+            raise RequestError(f"adapter is {shorten(name)}; {allowed}")
+
+    @property
+    def most_work(self) -> RequestOptions:
+        """Options of a request that asks for every output, and has an adapter."""
+        adapter = next((name for name, reason in self.adapters if not reason), "")
+        outputs = (self.task, *self.outputs) if self.outputs else ()
+        return RequestOptions(outputs=outputs, adapter=adapter)
+
     def payload_of(self, length: int) -> Payload:
         """Return a payload with much work, for a prompt of this length.
 
-        An eighth of the tokens of a text with labels are labels.
+        An eighth of the tokens of a text with labels are labels, or there are as many labels that are no tokens of it.
         """
         if self.task == "extract":
-            return Words(np.arange(length, dtype=np.int32), max(1, length // 8))
+            places, count = np.arange(length, dtype=np.int32), max(1, length // 8)
+            if self.has_apart_labels:
+                return ApartLabels.of([places[:1]] * count, places)
+            return Words.at(places[:count], places[count:], [(0, 0, count)])
         count = min(length, MAX_MASKS) if self.task == "fill_mask" else 0
         return Masks(np.arange(count, dtype=np.int32))
 
@@ -218,7 +250,6 @@ class GraphUse:
     """What the captured CUDA graphs of a model cost.
 
     Attributes:
-        count: number of graphs.
         num_bytes: device memory that they took, in bytes, with kernels and workspaces loaded for them.
         seconds: time that the captures took.
     """
@@ -226,6 +257,13 @@ class GraphUse:
     count: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+
+    def __add__(self, other: "GraphUse") -> "GraphUse":
+        return GraphUse(
+            self.count + other.count,
+            self.num_bytes + other.num_bytes,
+            self.seconds + other.seconds,
+        )
 
     def metrics(self) -> MetricsSnapshot:
         """Return the gauges of it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from threading import Lock
 from typing import Any, Protocol
 
@@ -18,14 +19,19 @@ import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig
+from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters, is_of_adapters
 from varlen.execution.arenas import caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.graphs import CudaGraphs
-from varlen.execution.cuda.runner import CudaSteps, OpsOnDevice
+from varlen.execution.cuda.runner import CudaSources, CudaSteps
+from varlen.execution.model_info import GraphUse
 from varlen.execution.packing import (
+    ADAPTERS,
     Arrays,
     PackedStep,
+    bounds_of,
     dims_of,
+    in_order,
     pack_step,
     part_of_step,
     payload_dims,
@@ -38,11 +44,13 @@ from varlen.execution.packing import (
     tensors_of,
     tokens_of_rows,
 )
-from varlen.execution.programs import LoadedPrograms
+from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
+from varlen.memory.cuda_memory import moved
 from varlen.memory.usage import Dims
+from varlen.models.checkpoint.m3_heads import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
@@ -51,6 +59,7 @@ from varlen.request.request import (
     Prompt,
     RequestOptions,
     Vectors,
+    join_outputs,
 )
 from varlen.request.sparse_vectors import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
@@ -70,8 +79,6 @@ class ProgramRunner(Protocol):
     """Runs batches of whole sequences on one device.
 
     Attributes:
-        program: the program.
-        input_names: inputs that a batch brings.
         longest_first: whether the longest sequence comes first in a batch.
     """
 
@@ -100,22 +107,28 @@ class OneShot:
         self,
         device: ProgramRunner,
         task: Task = "hidden",
+        m3: M3Heads | None = None,
         *,
         is_padded: bool = False,
         link: RankLink[Any] = NO_OTHERS,
+        adapters: ResidentAdapters | None = None,
+        number: int = 0,
     ) -> None:
         """Use a program.
 
         Args:
-            device: runs it.
-            task: task of the model.
-            is_padded: whether sequences are padded to the longest of their batch, for comparison.
+            m3: its heads for terms and for tokens, if it is like bge-m3.
+            is_padded: whether the program pads sequences to the longest of their batch.
             link: link to the other processes that hold the model.
+            adapters: the adapters of its program, if it has any.
         """
-        self.device = device
-        self._task, self._is_padded, self._link = task, is_padded, link
+        self.device, self.adapters, self._number = device, adapters, number
+        self._task, self._m3, self._is_padded, self._link = task, m3, is_padded, link
         self._rows = device.program.row_dimension
+        # of adapters the arrays come from them
+        self._of_prompts = [name for name in device.input_names if not is_of_adapters(name)]
         self._reads_payloads = not {"mask_rows", "word_rows"}.isdisjoint(device.input_names)
+        self._pools_spans = "pooled_rows" in device.input_names
 
     def launch(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -125,7 +138,12 @@ class OneShot:
         On a CPU the batch has run. The function must be called once. See `Runner.run` for the answers.
         """
         with self._link.running((prompts, options)):
-            return self._launch(prompts, options)
+            answers = self._launch(prompts, options)
+            if self._link is NO_OTHERS or isinstance(self.device, CpuRunner):
+                return answers
+            # ranks with GPUs fail together
+            found = answers()
+            return lambda: found
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
         """Start a batch of the engine; see `launch`."""
@@ -134,32 +152,84 @@ class OneShot:
     def _launch(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> Callable[[], list[Float32Array]]:
+        if self.adapters is not None:
+            parts = self.adapters.parts(options)
+            if len(parts) > 1:
+                return self._launch_parts(prompts, options, parts)
         count = len(prompts)
-        if self._is_padded:
-            padding = _padding(prompts)
-            prompts = [*prompts, *padding]
-            options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         lengths = [prompt.num_tokens for prompt in prompts]
-        longest_first = self.device.longest_first
-        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first)
+        if self._is_padded:
+            # each sequence, then its padding
+            prompts = [*prompts, *_padding(lengths)]
+            options = [*options, *[DEFAULT_OPTIONS] * count]
+            order = [place for i in range(count) for place in (i, count + i)]
+        else:
+            longest_first = self.device.longest_first
+            order = sorted(range(count), key=lengths.__getitem__, reverse=longest_first)
         packed = [prompts[i] for i in order]
-        payloads = payload_dims(packed) if self._reads_payloads else {}
-        names = self.device.input_names
-        arrays = prompt_arrays(names, packed, [options[i] for i in order])
-        dims = dims_of([lengths[i] for i in order], **payloads)
+        wait = self._start(packed, [options[i] for i in order])
+
+        def answers() -> list[Float32Array]:
+            found = wait()
+            if found is None:
+                return []
+            return [found[place] for place in np.argsort(order).tolist()][:count]
+
+        return answers
+
+    def _start(
+        self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> Callable[[], list[Float32Array] | None]:
+        """Start a batch in this order; return a function that waits for its answers.
+
+        There are none if they go to the next stage.
+        """
+        arrays, dims = self._inputs(packed, options)
         with memory_errors():
             wait = self.device.launch(arrays, dims)
 
-        def answers() -> list[Float32Array]:
+        def answers() -> list[Float32Array] | None:
             with memory_errors():
                 output = wait()
                 if output is None:
-                    return []
-                found = split_answers(output.numpy(), packed, self._rows)
-                in_order = [found[place] for place in np.argsort(order).tolist()]
-                return self._finished(prompts, in_order[:count])
+                    return None
+                return self._finished(packed, output.numpy())
 
         return answers
+
+    def _inputs(
+        self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> tuple[Arrays, Dims]:
+        """Return the inputs of a batch in this order, and its dimensions."""
+        payloads = payload_dims(packed) if self._reads_payloads else {}
+        lengths = [prompt.num_tokens for prompt in packed]
+        arrays = prompt_arrays(self._of_prompts, packed, options)
+        if self._pools_spans:
+            payloads = {
+                "pooled": len(arrays["normalize"]),
+                "pooled_tokens": len(arrays["pooled_rows"]),
+            }
+        if self._is_padded:
+            payloads = {**payloads, "scores": sum(lengths) * (lengths[0] + lengths[1])}
+        if self.adapters is None:
+            return arrays, dims_of(lengths, **payloads)
+        numbers = [self.adapters.number(each.adapter) for each in options]
+        more, adapted = self.adapters.arrays(numbers, lengths, arrays, self._number)
+        return {**arrays, **more}, dims_of(lengths, **payloads, **adapted)
+
+    def _launch_parts(
+        self,
+        prompts: Sequence[Prompt],
+        options: Sequence[RequestOptions],
+        parts: Sequence[Sequence[int]],
+    ) -> Callable[[], list[Float32Array]]:
+        """Run a batch in parts: memory does not hold all of it."""
+        found: dict[int, Float32Array] = {}
+        for places in parts:
+            wait = self._launch([prompts[i] for i in places], [options[i] for i in places])
+            # none if they go to the next stage
+            found |= zip(places, wait(), strict=False)
+        return lambda: [found[place] for place in sorted(found)]
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -171,15 +241,162 @@ class OneShot:
         """Release device memory."""
         self.device.close()
 
-    def _finished(
-        self, prompts: Sequence[Prompt], answers: list[Float32Array]
-    ) -> list[Float32Array]:
-        """Return answers in the form in which they leave the runner."""
+    def _finished(self, prompts: Sequence[Prompt], output: Float32Array) -> list[Float32Array]:
+        """Return the answers of an output, as they leave the runner."""
+        if self._task == "sparse_embed" and self._m3 is not None and self._rows == "tokens":
+            return weighted_terms(prompts, output, self._m3.unweighted)
+        answers = split_answers(output, prompts, self._rows)
         if self._task == "sparse_embed":
             return [active_terms(weights) for weights in answers]
+        if self._task == "token_embed" and self._m3 is not None:
+            # the first token has no vector
+            return [vectors[1:] for vectors in answers]
         if self._task == "token_embed":
             return [_kept_vectors(*each) for each in zip(prompts, answers, strict=False)]
         return answers
+
+
+class Head(Protocol):
+    """Runs the program of one head.
+
+    Attributes:
+        input_names: inputs that a batch brings, without the hidden states.
+    """
+
+    program: Program
+    input_names: list[str]
+
+    def launch(
+        self, arrays: Arrays, dims: Dims, given: Mapping[str, Tensor]
+    ) -> Callable[[], Tensor | None]:
+        """Start it; return a function that waits for its output on the host."""
+
+
+class SeveralOutputs(OneShot):
+    """Whole sequences with several outputs: one pass, then a head for each output.
+
+    A head gets the packed hidden states of the sequences that ask for it, and runs if there are any. The answer of a
+    sequence that names its outputs is `join_outputs` of them.
+    """
+
+    def __init__(
+        self,
+        device: ProgramRunner,
+        heads: Mapping[Task, Head],
+        m3: M3Heads | None = None,
+        adapters: ResidentAdapters | None = None,
+    ) -> None:
+        """Use the programs of an encoder and of its heads.
+
+        Args:
+            device: runs the encoder, whose output are hidden states.
+            heads: run the heads, first the head of the model's own task.
+            m3, adapters: see `OneShot`.
+        """
+        super().__init__(device, adapters=adapters)
+        self._heads = heads
+        self._default = next(iter(heads))
+        self._readers = {
+            task: OneShot(_OnHidden(head), task, m3, adapters=adapters, number=number)
+            for number, (task, head) in enumerate(heads.items(), 1)
+        }
+
+    def _start(
+        self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> Callable[[], list[Float32Array] | None]:
+        """Start a batch in this order; see `OneShot`."""
+        wishes = [each.outputs or (self._default,) for each in options]
+        arrays, dims = self._inputs(packed, options)
+        with memory_errors():
+            wait = self.device.launch(arrays, dims)
+
+        def answers() -> list[Float32Array]:
+            with memory_errors():
+                hidden = wait()
+            assert hidden is not None
+            found: list[dict[Task, Float32Array]] = [{} for _ in packed]
+            for task, reader in self._readers.items():
+                rows = [row for row, asked in enumerate(wishes) if task in asked]
+                if not rows:
+                    continue
+                with memory_errors():
+                    of_rows = _tokens_of(hidden, packed, rows)
+                device = reader.device
+                assert isinstance(device, _OnHidden)
+                device.hidden = of_rows
+                outputs = reader.run([packed[row] for row in rows], [options[row] for row in rows])
+                for row, output in zip(rows, outputs, strict=True):
+                    found[row][task] = output
+            return [
+                join_outputs([outputs[task] for task in each.outputs])
+                if each.outputs
+                else outputs[self._default]
+                for outputs, each in zip(found, options, strict=True)
+            ]
+
+        return answers
+
+
+class _OnHidden:
+    """The head of one output: a `ProgramRunner`.
+
+    Attributes:
+        hidden: `[tokens, hidden]`, of the batch that comes next.
+    """
+
+    # the batch is in the order of the encoder already
+    longest_first = False
+
+    def __init__(self, head: Head) -> None:
+        self.program, self.input_names, self._head = head.program, head.input_names, head
+        self.hidden = torch.empty(0)
+
+    def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
+        return self._head.launch(arrays, dims, {HIDDEN: self.hidden})
+
+    def close(self) -> None:
+        """No resources to release."""
+
+
+def _tokens_of(hidden: Tensor, packed: Sequence[Prompt], rows: Sequence[int]) -> Tensor:
+    """Return the hidden states of some sequences of a batch.
+
+    If these are all, they are `hidden` itself.
+    """
+    if len(rows) == len(packed):
+        return hidden
+    bounds = bounds_of([prompt.num_tokens for prompt in packed]).tolist()
+    return torch.cat([hidden[bounds[row] : bounds[row + 1]] for row in rows])
+
+
+def weighted_terms(
+    prompts: Sequence[Prompt], weights: Float32Array, unweighted: Sequence[int]
+) -> list[Float32Array]:
+    """Return the terms of each sequence with the largest weight of their tokens.
+
+    All sequences of a batch are sorted at once: the calls for each one took longer than a head.
+
+    Args:
+        prompts: sequences in the order of the batch.
+        weights: `[tokens, 1]`, of each token; none is negative. Rows behind are of no sequence.
+        unweighted: tokens that are no terms.
+
+    Returns:
+        `[terms, 2]` fp32 of each sequence, as by `terms_in_order`. Terms of weight 0 are left out.
+    """
+    bounds = bounds_of([prompt.num_tokens for prompt in prompts])
+    ids = np.concatenate([prompt.token_ids for prompt in prompts])
+    rows = np.repeat(np.arange(len(prompts)), np.diff(bounds))
+    kept = np.flatnonzero((weights[: len(ids), 0] > 0) & ~np.isin(ids, unweighted))
+    ids, rows, largest = ids[kept], rows[kept], weights[kept, 0]
+    # by sequence; the largest weight first, and of equal weights the lower number
+    order = np.lexsort((ids, -largest, rows))
+    # of a term's tokens the first has the largest weight
+    _, firsts = np.unique((rows[order] << 32) + ids[order], return_index=True)
+    order = order[np.sort(firsts)]
+    terms = np.stack((ids[order], largest[order]), axis=1, dtype=np.float32, casting="unsafe")
+    ends = np.searchsorted(rows[order], np.arange(len(prompts) + 1))
+    return [terms[begin:end] for begin, end in pairwise(ends.tolist())]
 
 
 def active_terms(weights: Float32Array) -> Float32Array:
@@ -201,11 +418,10 @@ def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
     return vectors if places is None else vectors[places]
 
 
-def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts that fill each sequence up to the longest; their answers are dropped."""
-    longest = max(prompt.num_tokens for prompt in prompts)
-    missing = [longest - prompt.num_tokens for prompt in prompts]
-    return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
+def _padding(lengths: Sequence[int]) -> list[Prompt]:
+    """Return a prompt for each sequence, which fills it up to the longest."""
+    longest = max(lengths)
+    return [Prompt(np.zeros(longest - length, dtype=np.int32)) for length in lengths]
 
 
 class Decoder:
@@ -214,10 +430,7 @@ class Decoder:
     Not for two threads at once, except for `prepare`.
 
     Attributes:
-        kv: size of the KV caches.
         searches: searches that the device continues.
-        edits: edit lists of the device.
-        steps: runs the program of a step.
     """
 
     def __init__(
@@ -237,7 +450,6 @@ class Decoder:
         Args:
             loaded: the step of the decoder, and the encoder if there is one.
             arenas: memory of the intermediates of each program.
-            config: the settings.
             chooser: chooses tokens from logits on the device.
             kernels: module with the functions that ops name.
             longest: longest sequence, in tokens.
@@ -249,9 +461,19 @@ class Decoder:
         self._device, self._largest = arenas[0].device, arenas[0].largest
         self._chooser, self._kernels, self._link = chooser, kernels, link
         program = loaded.programs[0]
-        caches = [state for state in program.states if state.name not in link.states]
+        self.adapters: ResidentAdapters | None = None
+        # numbers of adapters by name
+        self._numbers = {} if loaded.adapters is None else loaded.adapters.numbers
+        if loaded.adapters is not None and loaded.tables is not None:
+            self.adapters = ResidentAdapters(
+                loaded.adapters, loaded.tables, loaded.programs, link.fault_of_ranks
+            )
+        others = link.states.keys() | (self.adapters.states.keys() if self.adapters else set())
+        caches = [state for state in program.states if state.name not in others]
         self._kv_memory = new_caches(caches, self._device)
         self._states = {**caches_of(caches, self._kv_memory), **link.states}
+        if self.adapters is not None:
+            self._states |= self.adapters.states
         # one thread may prepare a step while another one runs a step
         self._searching = Lock()
         blocks, rows = -(-longest // self.kv.block_size), self._largest["logit_rows"]
@@ -260,6 +482,7 @@ class Decoder:
         )
         self.edits = DeviceEdits(kernels, self._device, limits)
         self.steps: CpuSteps | CudaSteps
+        self.graph_use = GraphUse()
         if self._device.type == "cuda":
             self.steps = CudaSteps(
                 program,
@@ -273,6 +496,7 @@ class Decoder:
                 edits=self.edits,
                 follow=self._follow,
             )
+            self.graph_use = self.steps.graph_use
         else:
             runner = CpuRunner(
                 program, kernels, arenas[0], self._states, handoffs=link.handoffs, of_steps=True
@@ -281,21 +505,20 @@ class Decoder:
         self._bind_others(loaded.programs[1:], arenas[1:])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Return a function that runs a step on a CPU and returns its outputs."""
+        """Return a function that runs a step on a CPU or on ranks."""
         return partial(self._run_batch, batch)
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
-        assert isinstance(self.steps, CpuSteps)
         with memory_errors(), torch.inference_mode():
             plan = self._chooser.plan(batch)
-            packed = pack_step(batch, self.kv.block_size, plan)
+            packed = self.pack(batch, plan)
             self._give(packed, batch)
             chosen = self._run(packed, self._part_of(packed))
             logits = None if plan.is_whole else self.steps.last_logits(batch.num_logit_rows)
             return self._chooser.outputs(batch, plan, chosen, logits)
 
     def run_packed(self, step: PackedStep) -> Chosen:
-        """Run a step on a CPU; return what was chosen here.
+        """Run a step on a CPU, or on ranks; return what was chosen here.
 
         The host chooses the rest from logits that are valid until the next step.
 
@@ -325,11 +548,30 @@ class Decoder:
         if not step.beams:
             return step
         with self._searching:
-            # on a CPU, blocks are copied one after another
-            more = self.searches.follow(tensors_of(step.beams), tensors_of(step.inputs))
-        return replace(step, copies=np.concatenate([step.copies, more.numpy()]))
+            inputs = tensors_of(step.inputs)
+            if isinstance(self.steps, CudaSteps):
+                more = self._follow_first(self.steps, step.beams, inputs)
+            else:
+                more = self.searches.follow(tensors_of(step.beams), inputs)
+        # one after another
+        return replace(step, copies=np.concatenate([step.copies, more.numpy()]), beams={})
+
+    def _follow_first(self, steps: CudaSteps, beams: Arrays, inputs: dict[str, Tensor]) -> Tensor:
+        """Give beams their tokens and block tables in `inputs` on the host, for all ranks.
+
+        Returns blocks to copy.
+        """
+        with steps.stream():
+            here = {name: each.to(self._device) for name, each in inputs.items()}
+            (on_device,) = moved((beams,), self._device)
+            more = self.searches.follow(on_device, here).cpu()
+            for name, each in inputs.items():
+                each.copy_(here[name])
+        return more
 
     def _run(self, step: PackedStep, part: PackedStep) -> Chosen:
+        if isinstance(self.steps, CudaSteps):
+            return self._run_on_gpu(self.steps, part)
         logits = self.run_part(part)
         token_ids: Sequence[int] = ()
         if step.edits:
@@ -349,18 +591,40 @@ class Decoder:
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:
-        """Run this process's part of a step on a CPU; return the logits.
+        """Run this process's part of a step; return the logits on its device.
 
         The leader has them, until the next step with this slot.
         """
-        assert isinstance(self.steps, CpuSteps)
+        if isinstance(self.steps, CudaSteps):
+            self._run_on_gpu(self.steps, step)
+            return self.steps.last_logits(len(step.inputs["logit_rows"]))
         with self._link.running(step):
+            inputs, dims = step.inputs, step_dims(step.inputs)
+            if self.adapters is not None:
+                # first: where an adapter cannot be read, nothing has changed. Sources are of sequences of the step
+                inputs, dims = self._adapted(inputs, dims, 0)
             self._before(step)
-            return self.steps.run(step.inputs, step_dims(step.inputs), step.slot)
+            return self.steps.run(inputs, dims, step.slot)
+
+    def _run_on_gpu(self, steps: CudaSteps, part: PackedStep) -> Chosen:
+        """Run this process's part of a step whose beams are prepared; return what is chosen."""
+        with self._link.running(part), steps.stream():
+            self._before(part)
+            return steps.run(part)
+
+    def _adapted(self, inputs: Arrays, dims: Dims, program: int) -> tuple[Arrays, Dims]:
+        """Return inputs and dimensions with the rows that have an adapter."""
+        assert self.adapters is not None
+        lengths = np.diff(inputs["cu_seqlens"])
+        numbers = inputs.get(ADAPTERS)
+        if numbers is None:
+            numbers = np.full(len(lengths), NO_ADAPTER, np.int32)
+        arrays, adapted = self.adapters.arrays(numbers, lengths, inputs, program)
+        return {**inputs, **arrays}, {**dims, **adapted}
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as arrays; see `StepDevice`."""
-        return pack_step(step, self.kv.block_size, plan)
+        return pack_step(step, self.kv.block_size, plan, self._numbers)
 
     def may_queue(self, packed: PackedStep) -> bool:  # noqa: ARG002  # of every device
         """Return True: a stream takes any step."""
@@ -403,10 +667,7 @@ class Decoder:
         """Return whether the logits of a step hold NaN."""
         size = self.kv.block_size
         step = part_of_step(step_arrays(chunks, size), sources=source_arrays(chunks, size))
-        if isinstance(self.steps, CpuSteps):
-            return bool(self.run_part(step).isnan().any())
-        with torch.inference_mode(), self.steps.stream():
-            return bool(self.steps.logits(step).isnan().any())
+        return bool(self.run_part(step).isnan().any())
 
     def close(self) -> None:
         """Release the KV caches, and what runs steps."""
@@ -424,7 +685,12 @@ class Decoder:
 
     def _before(self, step: PackedStep) -> None:
         """Start what comes before the program of a step: the copies of blocks."""
-        self._copy_blocks(step.copies)
+        if self._link is NO_OTHERS or self._device.type == "cpu":
+            self._copy_blocks(step.copies)
+            return
+        # copies of beams come after others, which they may read
+        for copies in in_order(step.copies):
+            self._copy_blocks(copies)
 
     def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Give beams their tokens and block tables; see `DeviceSearches.follow`."""
@@ -446,11 +712,16 @@ class EncoderDecoder(Decoder):
     def _bind_others(self, programs: Sequence[Program], arenas: Sequence[Arena]) -> None:
         """Bind the encoder to its memory."""
         (program,), (arena,) = programs, arenas
-        self._encoder: CpuRunner | OpsOnDevice
-        if self._device.type == "cuda":
-            self._encoder = OpsOnDevice(program, self._kernels, arena, self._states)
+        self._sources: CudaSources | None = None
+        self._encode: Callable[[Arrays, Dims], object]
+        if isinstance(self.steps, CudaSteps):
+            self._sources = CudaSources(
+                program, self._kernels, arena, self._states, self.steps.graphs
+            )
+            self._encode = self._sources.start
+            self.graph_use += self._sources.graph_use
             return
-        self._encoder = CpuRunner(
+        encoder = CpuRunner(
             program,
             self._kernels,
             arena,
@@ -459,9 +730,19 @@ class EncoderDecoder(Decoder):
             number=1,
             of_steps=True,
         )
+        self._encode = partial(encoder.run, out=[])
+
+    def close(self) -> None:
+        """Release the KV caches, and what runs steps and sources."""
+        if self._sources is not None:
+            self._sources.close()
+        super().close()
 
     def _before(self, step: PackedStep) -> None:
         """Start the copies of blocks, and encode the sources of the step."""
         super()._before(step)
         if step.sources:
-            self._encoder.run(step.sources, source_dims(step.sources), [])
+            sources, dims = step.sources, source_dims(step.sources)
+            if self.adapters is not None:
+                sources, dims = self._adapted(sources, dims, 1)
+            self._encode(sources, dims)

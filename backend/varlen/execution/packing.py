@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from math import prod
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,18 +19,22 @@ import torch
 from torch import Tensor
 
 from varlen.memory.usage import Dims
-from varlen.program.program import Value
+from varlen.program.adapters import AdaptedRows
+from varlen.program.program import Program, Value
 from varlen.request.request import (
     MAX_MASKS,
+    MAX_SPAN_SHARE,
     Float32Array,
     Int32Array,
     Masks,
     Prompt,
     RequestOptions,
+    Spans,
     Unpooled,
     Vectors,
     Words,
 )
+from varlen.request.spans import MAX_LABEL_ROWS
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
 from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN
@@ -40,6 +45,8 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 # The slot of a token that is written nowhere.
 NO_SLOT = -1
+# What steps and sources bring instead of the inputs of adapters: the number of the adapter of each sequence, or -1.
+ADAPTERS = "adapters"
 _LARGEST, _LEAST_DIVISOR = np.finfo(np.float32).max, np.finfo(np.float32).tiny
 # Candidates of a beam are a multiple of this, so that few kernels are compiled for the language Triton.
 _WIDTHS = 4
@@ -48,20 +55,26 @@ _WIDTHS = 4
 _NOTHING_CHOSEN = DevicePlan()
 # Number of the step before, of a step that needs none.
 _NO_STEP = -1
-_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0])
+_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0, 0])
 _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: Arrays = {}
+_NO_ADAPTERS: Mapping[str, int] = {}
 
 
-# Dimensions of a batch whose prompts have no payload.
-_NO_PAYLOADS: Dims = {"masks": 0, "words": 0, "labels": 0, "pairs": 0}
+# Dimensions of a packed batch whose prompts have no payload.
+_NO_PAYLOADS: Dims = dict.fromkeys(
+    "masks words labels instances pairs pooled_tokens scores".split(), 0
+)
+_payload_of = attrgetter("payload")
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
 
 def dims_of(lengths: Sequence[int], **others: int) -> Dims:
     """Return the dimensions of a batch of sequences of these lengths, with `payload_dims`."""
-    return {"tokens": sum(lengths), "sequences": len(lengths), **_NO_PAYLOADS, **others}
+    count = len(lengths)
+    batch = {"tokens": sum(lengths), "sequences": count, "pooled": count}
+    return {**batch, **_NO_PAYLOADS, **others}
 
 
 def payload_dims(prompts: Sequence[Prompt]) -> Dims:
@@ -70,6 +83,7 @@ def payload_dims(prompts: Sequence[Prompt]) -> Dims:
         "masks": sum(prompt.num_masks for prompt in prompts),
         "words": sum(prompt.num_words for prompt in prompts),
         "labels": sum(prompt.num_labels for prompt in prompts),
+        "instances": sum(prompt.num_instances for prompt in prompts),
         "pairs": sum(prompt.num_words * prompt.num_labels for prompt in prompts),
     }
 
@@ -85,16 +99,29 @@ def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
     return {"tokens": tokens, "sequences": sequences, **largest_payloads(tokens, sequences)}
 
 
+def with_adapted(dims: Dims, programs: Sequence[Program]) -> Dims:
+    """Return dimensions with rows of adapters, if programs read them: all rows."""
+    names = {value.name for program in programs for value in program.inputs}
+    adapted = {AdaptedRows(name).rows: count for name, count in dims.items()}
+    return {**dims, **{name: count for name, count in adapted.items() if name in names}}
+
+
 def largest_payloads(tokens: int, sequences: int) -> Dims:
     """Return the largest `payload_dims` of a batch of this size.
 
-    A token is a word or a label, so a sequence has the most pairs if half of its tokens are words.
+    A token is a word or a label, so a sequence has the most pairs if half of its tokens are words. Labels that are no
+    tokens are as many as one sequence may have, or fewer; an instance has at least one.
     """
+    most_labels = max(tokens, MAX_LABEL_ROWS)
     return {
         "masks": min(tokens, MAX_MASKS * sequences),
         "words": tokens,
-        "labels": tokens,
-        "pairs": tokens * tokens // 4 + tokens,
+        "labels": most_labels,
+        "instances": most_labels,
+        "pairs": max(tokens * tokens // 4, tokens * MAX_LABEL_ROWS),
+        # a sequence has at most a span for each token
+        "pooled": tokens,
+        "pooled_tokens": MAX_SPAN_SHARE * tokens,
     }
 
 
@@ -103,7 +130,6 @@ class InputLayout:
     """Where the inputs of a batch lie in one buffer.
 
     Attributes:
-        num_bytes: size of the buffer.
         parts: each input, its shape, and its bytes in the buffer.
     """
 
@@ -148,7 +174,7 @@ def fill_inputs(views: Mapping[str, npt.NDArray[Any]], arrays: Arrays) -> None:
         match name:
             case "slots":
                 into[used:] = NO_SLOT
-            case "cu_seqlens" | "cu_blocks" | "cu_source_blocks":
+            case "cu_seqlens" | "cu_pooled" | "cu_blocks" | "cu_source_blocks":
                 into[used:] = into[used - 1]
             case "source_rows":
                 # each token is a row
@@ -179,7 +205,6 @@ def prompt_arrays(
     """Return inputs of a program that runs whole sequences, by name.
 
     Args:
-        names: names of the inputs.
         prompts: prompts in the order in which they are packed.
         options: one per prompt.
 
@@ -188,7 +213,15 @@ def prompt_arrays(
     """
     lengths = [prompt.num_tokens for prompt in prompts]
     bounds = bounds_of(lengths)
-    return {name: _prompt_array(name, prompts, options, lengths, bounds) for name in names}
+    pooling: Arrays = {}
+    arrays = {}
+    for name in names:
+        if name in _OF_POOLING:
+            pooling = pooling or _pooling_arrays(prompts, options, bounds)
+            arrays[name] = pooling[name]
+        else:
+            arrays[name] = _prompt_array(name, prompts, options, lengths, bounds)
+    return arrays
 
 
 def _prompt_array(
@@ -214,19 +247,62 @@ def _prompt_array(
             array = _mask_rows(prompts, bounds)
         case "word_rows" | "label_rows" | "cu_words" | "cu_labels":
             array = _of_words_and_labels(name, prompts, bounds)
-        case "normalize":
-            array = np.array([each.normalize for each in options], np.bool_)
+        case "task_rows" | "instance_numbers" | "cu_instances":
+            array = _of_instances(name, prompts, bounds)
         case "normalize_tokens":
             array = np.repeat(np.array([each.normalize for each in options], np.bool_), lengths)
         case "key_lengths":
             counts = [prompt.payload_count(Vectors) or prompt.num_tokens for prompt in prompts]
             array = np.array(counts, np.int32)
-        case "unpooled_lengths":
-            counts = [prompt.payload_count(Unpooled) or 0 for prompt in prompts]
-            array = np.array(counts, np.int32)
         case _:
             raise ValueError(f'the program reads an input "{name}", which prompts do not have')
     return array
+
+
+# Inputs that pooling reads.
+_OF_POOLING = frozenset({"cu_pooled", "pooled_rows", "normalize", "unpooled_lengths"})
+
+
+def _has_spans(prompts: Sequence[Prompt]) -> bool:
+    # every batch of embeddings is asked
+    return Spans in set(map(type, map(_payload_of, prompts)))
+
+
+def _pooled_parts(prompt: Prompt) -> list[tuple[int, int]]:
+    """Return the tokens of each vector of a prompt, in a batch with spans."""
+    spans = prompt.spans
+    if spans is None:
+        return [(prompt.payload_count(Unpooled) or 0, prompt.num_tokens)]
+    return spans
+
+
+def _pooling_arrays(
+    prompts: Sequence[Prompt], options: Sequence[RequestOptions], bounds: Int32Array
+) -> Arrays:
+    """Return the inputs of pooling: one vector for a sequence, or one for each span."""
+    normalize = np.array([each.normalize for each in options], np.bool_)
+    if not _has_spans(prompts):
+        unpooled = [prompt.payload_count(Unpooled) or 0 for prompt in prompts]
+        return {
+            "cu_pooled": bounds,
+            "pooled_rows": np.empty(0, np.int32),
+            "normalize": normalize,
+            "unpooled_lengths": np.array(unpooled, np.int32),
+        }
+    parts = [_pooled_parts(prompt) for prompt in prompts]
+    counts = [len(spans) for spans in parts]
+    rows = [
+        np.arange(first + begin, first + end, dtype=np.int32)
+        for first, spans in zip(bounds.tolist(), parts, strict=False)
+        for begin, end in spans
+    ]
+    return {
+        "cu_pooled": bounds_of([len(each) for each in rows]),
+        "pooled_rows": np.concatenate(rows),
+        "normalize": np.repeat(normalize, counts),
+        # the rows leave them out
+        "unpooled_lengths": np.zeros(sum(counts), np.int32),
+    }
 
 
 def _type_ids(prompt: Prompt) -> Int32Array:
@@ -245,16 +321,31 @@ def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
 
 def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     """Return the places of words or labels in the batch, or their bounds."""
-    of_words = name.endswith(("word_rows", "words"))
     if name.startswith("cu_"):
+        of_words = name == "cu_words"
         return bounds_of([each.num_words if of_words else each.num_labels for each in prompts])
     rows = [np.empty(0, np.int32)]
     for begin, prompt in zip(bounds, prompts, strict=False):
-        places = prompt.payload_tokens(Words)
-        if places is not None:
-            count = prompt.num_labels
-            rows.append(begin + (places[count:] if of_words else places[:count]))
+        payload = prompt.payload
+        if isinstance(payload, Words) and payload.tokens is not None:
+            first = payload.first_word
+            part = slice(first - prompt.num_labels, first)
+            if name == "word_rows":
+                part = slice(first, None)
+            rows.append(begin + payload.tokens[part])
     return np.concatenate(rows)
+
+
+def _of_instances(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
+    """Return the tasks of instances by place, their numbers, or their bounds."""
+    found = [
+        (begin + instances[:, 0], instances[:, 1], instances[:, 2])
+        for begin, prompt in zip(bounds, prompts, strict=False)
+        if isinstance(prompt.payload, Words) and (instances := prompt.payload.instances).size
+    ]
+    column = ("task_rows", "instance_numbers", "cu_instances").index(name)
+    values = np.concatenate([np.empty(0, np.int32), *(each[column] for each in found)])
+    return bounds_of(values) if name == "cu_instances" else values.astype(np.int32)
 
 
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:
@@ -262,13 +353,23 @@ def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) ->
 
     Args:
         output: `[rows, ...]`.
-        prompts: the sequences.
-        rows: things with a row each: tokens, masks, pairs or sequences.
+        rows: things with a row each: tokens, masks, pairs, pooled vectors or sequences.
     """
-    if rows == "sequences":
+    if rows == "sequences" or (rows == "pooled" and not _has_spans(prompts)):
         return list(output)
+    if rows == "pooled":
+        return _split_pooled(output, prompts)
     counts = [_num_rows(prompt, rows) for prompt in prompts]
     return [output[begin:end] for begin, end in pairwise(bounds_of(counts).tolist())]
+
+
+def _split_pooled(output: Float32Array, prompts: Sequence[Prompt]) -> list[Float32Array]:
+    """Return the vector of each sequence, or the vectors of its spans."""
+    bounds = bounds_of([len(_pooled_parts(prompt)) for prompt in prompts]).tolist()
+    return [
+        output[begin] if prompt.spans is None else output[begin:end]
+        for prompt, (begin, end) in zip(prompts, pairwise(bounds), strict=True)
+    ]
 
 
 def _num_rows(prompt: Prompt, rows: str) -> int:
@@ -279,7 +380,9 @@ def _num_rows(prompt: Prompt, rows: str) -> int:
 
 def bounds_of(lengths: Sequence[int] | Int32Array) -> Int32Array:
     """Return cumulative starts, then the sum: `[lengths + 1]`."""
-    return np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32, casting="unsafe")
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
 
 
 def positions_of(
@@ -298,8 +401,8 @@ class PackedStep:
     Attributes:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
-        inputs: inputs of the decoder.
-        order: its number, the number of the step that it needs, or -1, and the slot of its logits.
+        order: its number, the number of the step that it needs, or -1, the slot of its logits, and whether the engine
+            reads these.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
@@ -336,6 +439,11 @@ class PackedStep:
         """Index of its logits among the logits of steps in flight."""
         return int(self.order[2])
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the engine reads its logits: it chooses some of what follows."""
+        return bool(self.order[3])
+
     def keep_logits(self, slot: int) -> None:
         """Set the slot of its logits."""
         self.order[2] = slot
@@ -350,25 +458,50 @@ class PackedStep:
         self.inputs["token_ids"][places] = chosen[rows]
 
 
-def pack_step(step: Batch, block_size: int, plan: DevicePlan = _NOTHING_CHOSEN) -> PackedStep:
+def pack_step(
+    step: Batch,
+    block_size: int,
+    plan: DevicePlan = _NOTHING_CHOSEN,
+    adapters: Mapping[str, int] = _NO_ADAPTERS,
+) -> PackedStep:
     """Return a step as arrays.
 
     Args:
-        step: the step.
         block_size: tokens of a block.
         plan: the plan of the process that runs it.
     """
+    sources = source_arrays(step.chunks, block_size)
+    inputs = step_arrays(step.chunks, block_size)
+    if adapters:
+        sources, inputs = _with_adapters(step.chunks, adapters, sources, inputs)
+    after = _NO_STEP if step.after is None else step.after
     return PackedStep(
         np.array(step.copies, np.int32).reshape(-1, 2),
-        source_arrays(step.chunks, block_size),
-        step_arrays(step.chunks, block_size),
-        np.array([step.number, _NO_STEP if step.after is None else step.after, 0], np.int64),
+        sources,
+        inputs,
+        np.array([step.number, after, 0, not plan.is_whole], np.int64),
         followed(step.chunks),
         {} if plan.draws is None else edit_arrays(plan.draws),
         {} if plan.draws is None else draw_arrays(plan.draws),
         beam_arrays(step.chunks),
         search_arrays(step.chunks, plan),
     )
+
+
+def _with_adapters(
+    chunks: Sequence[Chunk], numbers: Mapping[str, int], sources: Arrays, inputs: Arrays
+) -> tuple[Arrays, Arrays]:
+    """Return the inputs of encoder and decoder with the number of each sequence's adapter."""
+    of_chunks = [
+        NO_SLOT if not (name := chunk.sequence.options.adapter) else numbers[name]
+        for chunk in chunks
+    ]
+    # each beam is a row
+    of_rows = np.repeat(np.array(of_chunks, np.int32), [max(1, chunk.beams) for chunk in chunks])
+    if sources:
+        new = [each for each, chunk in zip(of_chunks, chunks, strict=True) if chunk.encodes]
+        sources = {**sources, ADAPTERS: np.array(new, np.int32)}
+    return sources, {**inputs, ADAPTERS: of_rows}
 
 
 def part_of_step(
@@ -388,19 +521,31 @@ def part_of_step(
     return PackedStep(copies, sources, inputs, order, np.empty((2, 0), np.int32), {}, {}, {}, {})
 
 
+def in_order(copies: Int32Array) -> list[Int32Array]:
+    """Return copies of blocks, `[copies, 2]`, in groups that run one after another."""
+    begins, read, written = [0], set[int](), set[int]()
+    for place, (source, target) in enumerate(copies.tolist()):
+        if source in written or target in read or target in written:
+            begins.append(place)
+            read, written = set(), set()
+        read.add(source)
+        written.add(target)
+    return np.split(copies, begins[1:])
+
+
 def followed(chunks: Sequence[Chunk]) -> Int32Array:
     """Return where tokens of the step before go, `[2, tokens]`.
 
     The first row has their places in this step, the second one the rows of its logits.
     """
-    pairs: list[tuple[int, int]] = []
-    place = 0
     # chunks of one token, or of beams, come first
-    for each in chunks:
-        if each.follows is not None:
-            pairs.append((place, each.follows))
-        place += len(each.token_ids)
-    return np.array(pairs, np.int32).reshape(-1, 2).T
+    places = accumulate([len(chunk.token_ids) for chunk in chunks], initial=0)
+    rows = {
+        place: chunk.follows
+        for place, chunk in zip(places, chunks, strict=False)
+        if chunk.follows is not None
+    }
+    return np.array([[*rows], [*rows.values()]], np.int32)
 
 
 def edit_arrays(draws: Draws) -> Arrays:
@@ -456,11 +601,13 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
         chunks: chunks of the step, at least one; all of them have a source text, or none has.
         block_size: tokens of a block.
     """
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    tables = np.array([len(chunk.block_ids) for chunk in chunks], np.int32)
-    samples = np.array([len(chunk.samples) for chunk in chunks])
-    beams = np.array([chunk.beams for chunk in chunks])
+    columns = zip(*chunks, strict=True)
+    _, begins, tokens_of, blocks_of, samples_of, source_blocks, _, _, _, beams_of = columns
+    lengths, tables, samples = (
+        np.fromiter(map(len, each), np.int32, len(chunks))
+        for each in (tokens_of, blocks_of, samples_of)
+    )
+    starts, beams = np.array(begins, np.int32), np.array(beams_of)
     if beams.any():
         # each beam is a row with a token, a table and logits
         rows, is_search = np.maximum(beams, 1), beams > 0
@@ -472,9 +619,9 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
     bounds = bounds_of(lengths)
     position_ids = positions_of(bounds, lengths, starts)
     table_bounds = bounds_of(tables)
-    block_ids = flat([chunk.block_ids for chunk in chunks], int(table_bounds[-1]))
+    block_ids = flat(blocks_of, int(table_bounds[-1]))
     arrays: dict[str, Int32Array | Int64Array] = {
-        "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
+        "token_ids": flat(tokens_of, int(bounds[-1])),
         "position_ids": position_ids,
         "slots": slots_of(block_ids, table_bounds, position_ids, lengths, block_size),
         "cu_seqlens": bounds,
@@ -483,7 +630,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
         "cu_blocks": table_bounds,
         "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
     }
-    if chunks[0].source_block_ids:
+    if source_blocks[0]:
         arrays |= _source_tables(chunks)
     return arrays
 
@@ -494,7 +641,6 @@ def source_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
     There is none if no chunk encodes its source.
 
     Args:
-        chunks: chunks of the step.
         block_size: tokens of a block.
     """
     new = [chunk for chunk in chunks if chunk.encodes]

@@ -1,6 +1,8 @@
 """The programs of a model, as one device runs them.
 
-A model that runs whole sequences has one: its encoder with the head of a task. A model that generates has the step of
+A model that runs whole sequences has one: its encoder with the head of a task. With further outputs it has its encoder,
+and a head for each task, which runs for the sequences that ask for it. A model of spans may have an encoder of labels
+behind it. A model that generates has the step of
 its decoder, then the encoder of its source texts, if it has one.
 """
 
@@ -10,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.store import find_cache
+from varlen.errors import ConfigError
+from varlen.execution.adapters import Adapters, find_adapters
 from varlen.execution.arenas import KvSize, kv_size
 from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths
 from varlen.execution.cpu.runner import limit_primitives
@@ -30,18 +34,22 @@ from varlen.execution.int8.quantization import BITS, WeightBits, product_of
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
-from varlen.models.blocks.heads import record_head
+from varlen.models.blocks.heads import Heads, record_head
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
+from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint.stage_layers import StageLayers
-from varlen.models.checkpoint.vector_layers import load_layers
+from varlen.models.checkpoint.vector_layers import RoundLayer, load_layers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
-from varlen.program.program import Program, bytes_of
+from varlen.program.adapters import AdapterTables
+from varlen.program.program import Program, Value, bytes_of
 from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 
+# Input of a head that is a program of its own: the encoder's last hidden state of some sequences, `[tokens, hidden]`.
+HIDDEN = "hidden"
 # The least KV cache: no step finds keys in it.
 _NO_KV = KvSize(1, 1, 0, torch.float32)
 
@@ -51,13 +59,16 @@ class LoadedPrograms:
     """The programs of a loaded model; they hold the weights.
 
     Attributes:
-        programs: the encoder, or the step of the decoder and the encoder of its sources, if there is one.
+        programs: the encoder with its head, and the encoder of labels, if there is one; the encoder and then the head
+            of each of several tasks; or the step of the decoder and the encoder of its sources, if there is one.
         vocab_size, type_vocab_size: ids below these are valid.
         dtype: data type of weights and activations.
         weight_bytes: memory of the weights, in bytes.
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
         parts: the part of each stage of each program; empty without stages.
+        adapters: the adapters of the model, if it has any.
+        tables: tables that its programs have for them.
     """
 
     programs: tuple[Program, ...]
@@ -68,6 +79,8 @@ class LoadedPrograms:
     cost_fields: Mapping[str, str]
     kv: KvSize | None
     parts: Sequence[Sequence[StageProgram]] = ()
+    adapters: Adapters | None = None
+    tables: AdapterTables | None = None
 
 
 def load_programs(
@@ -80,16 +93,15 @@ def load_programs(
     *,
     longest: int,
     seconds: float,
+    workers: int = 1,
     link: RankLink[Any] = NO_OTHERS,
 ) -> LoadedPrograms:
     """Return the programs of a checkpoint for a task.
 
     Args:
-        kind: kind of the model.
         checkpoint, config, kernels, link: arguments of `Runner`.
-        task: task of the model.
-        device: the device that runs them.
         longest: longest sequence, in tokens.
+        workers: workers that hold adapters each.
         seconds: most time to measure the fastest way to run linear layers; 0 measures none.
 
     Raises:
@@ -99,53 +111,121 @@ def load_programs(
     check_task_dtype(config.dtype, task)
     check_task_device(device, task)
     dtype = choose_dtype(config.dtype, device)
-    fields = dict(cost_fields(checkpoint, device, link.rank))
     loading = _Loading(checkpoint, config, task, dtype, device, link.rank)
-    cut = agree_on_cut(
-        lambda shapes: kind(loading, shapes).record(_NO_KV)[0],
-        kernels,
-        config,
-        fields | {"dtype": str(dtype)} | kind.cost_fields(task),
-        use=kind.use,
-        seconds=seconds,
-        link=link,
+    # its weights go with the model: packed ones replace them
+    loaded = _record(
+        kind, loading, kernels, longest=longest, seconds=seconds, workers=workers, link=link
     )
-    model: _Model = kind(loading, None if cut is None else cut.layers)
-    vocab_size, type_vocab_size = model.vocab_size, model.type_vocab_size
-    # every stage has as many blocks as the one with the most layers
-    kv = model.kv_size(longest, None if cut is None else cut.most_layers)
-    if kv is not None:
-        kv = replace(kv, num_blocks=link.agree(partial(int, kv.num_blocks)))
-    programs = model.record(kv or _NO_KV)
-    parts = [] if cut is None else [cut.parts(program) for program in programs]
-    if parts:
-        programs = tuple(of_stages[link.stage.number].program for of_stages in parts)
-    if config.approximate_gelu:
-        fields["gelu"] = "tanh"
-    name = str(dtype).removeprefix("torch.")
-    if bits := BITS.get(config.dtype):
-        cache = find_cache(config.cache_folder) if seconds else None
-        programs, name = model.to_int8(programs, cache, bits), config.dtype
-        fields["int8"] = product_of(bits).kernel
-    # packed weights replace those that it holds
-    del model, cut
-    weight_bytes = bytes_of([weight for program in programs for weight in program.weights])
     if device.type == "cpu":
         choose = partial(
             choose_paths,
             kernels=kernels,
             config=config,
-            key=fields,
+            key=loaded.cost_fields,
             use=kind.use,
             threads=kind.threads(),
             seconds=seconds,
             # each stage has layers of its own to measure
-            link=NO_OTHERS if parts else link,
+            link=NO_OTHERS if loaded.parts else link,
         )
-        programs = in_large_pages(tuple(map(choose, programs)))
-    return LoadedPrograms(
-        programs, vocab_size, type_vocab_size, name, weight_bytes, fields, kv, parts
+        loaded = replace(loaded, programs=in_large_pages(tuple(map(choose, loaded.programs))))
+    if (tables := loaded.tables) is not None:
+        slots = f"{tables.slots} of ranks {sum(tables.ranks.values())}"
+        loaded = replace(loaded, cost_fields={**loaded.cost_fields, "adapters": slots})
+    return loaded
+
+
+def _record(
+    kind: type[WholeSequences | Steps],
+    loading: _Loading,
+    kernels: object,
+    *,
+    longest: int,
+    seconds: float,
+    workers: int,
+    link: RankLink[Any],
+) -> LoadedPrograms:
+    """Return the programs of a checkpoint, or of one stage; see `load_programs`."""
+    config, dtype = loading.config, str(loading.dtype)
+    fields = dict(cost_fields(loading.checkpoint, loading.device, link.rank))
+    cut = agree_on_cut(
+        lambda shapes: kind(loading, shapes).record(_NO_KV)[0],
+        kernels,
+        config,
+        fields | {"dtype": dtype} | kind.cost_fields(loading.task),
+        use=kind.use,
+        seconds=seconds,
+        link=link,
     )
+    model = kind(loading, None if cut is None else cut.layers)
+    # every stage has as many blocks as the one with the most layers
+    kv = model.kv_size(longest, None if cut is None else cut.most_layers)
+    if kv is not None:
+        kv = replace(kv, num_blocks=link.agree(partial(int, kv.num_blocks)))
+    adapters, tables = _adapters_of(model, loading, workers, kv or _NO_KV)
+    programs = model.record(kv or _NO_KV, tables)
+    parts = [] if cut is None else [cut.parts(program) for program in programs]
+    if parts:
+        programs = tuple(of_stages[link.stage.number].program for of_stages in parts)
+    if config.approximate_gelu:
+        fields["gelu"] = "tanh"
+    name = dtype.removeprefix("torch.")
+    if bits := BITS.get(config.dtype):
+        cache = find_cache(config.cache_folder) if seconds else None
+        programs, name = model.to_int8(programs, cache, bits), config.dtype
+        fields["int8"] = product_of(bits).kernel
+    return LoadedPrograms(
+        programs,
+        model.vocab_size,
+        model.type_vocab_size,
+        name,
+        bytes_of([weight for program in programs for weight in program.weights]),
+        fields,
+        kv,
+        parts,
+        adapters,
+        tables,
+    )
+
+
+def _adapters_of(
+    model: WholeSequences | Steps, loading: _Loading, workers: int, kv: KvSize
+) -> tuple[Adapters | None, AdapterTables | None]:
+    """Return the adapters of a model and the tables for them, if it has any.
+
+    Raises:
+        ConfigError: the model serves none, or see `find_adapters`.
+    """
+    checkpoint, config = loading.checkpoint, loading.config
+    if not adapter_folders(checkpoint.folder, config.adapters):
+        return None, None
+    for is_refused, what in (
+        (loading.device.type != "cpu", "the device is a GPU"),
+        (not checkpoint.family.takes_adapters, f"the model is a {checkpoint.architecture}"),
+        (loading.task == "extract", "the task is extract"),
+    ):
+        if is_refused:
+            raise ConfigError(
+                f"the checkpoint has adapters, and {what}, which serves none; the setting adapters: none serves it"
+                " without them"
+            )
+    adapters = find_adapters(
+        checkpoint, config, lambda tables: model.record(kv, tables), loading.device, workers
+    )
+    assert adapters is not None
+    if config.num_processes > 1 and adapters.slots < adapters.num_served:
+        raise ConfigError(
+            f"adapter_bytes holds {adapters.slots} of {adapters.num_served} adapters; ranks and stages hold all of"
+            " them: raise adapter_bytes"
+        )
+    most = config.max_running_sequences + config.short_slots
+    if TASKS[loading.task].is_iterative and adapters.slots < min(adapters.num_served, most):
+        raise ConfigError(
+            f"adapter_bytes holds {adapters.slots} of {adapters.num_served} adapters; a model that generates needs room"
+            f" for an adapter of each of the {most} running sequences: raise adapter_bytes, or lower"
+            " max_running_sequences"
+        )
+    return adapters, adapters.new_tables()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,40 +239,22 @@ class _Loading:
     device: torch.device
     rank: Rank
 
-    def new_recorder(self) -> Recorder:
+    def new_recorder(
+        self, adapters: AdapterTables | None = None, *, is_padded: bool = False
+    ) -> Recorder:
         """Return a recorder of a program."""
         return Recorder(
             for_gpu=self.device.type == "cuda",
             approximate_gelu=self.config.approximate_gelu,
             has_key_lengths=self.task == "token_embed" and self.checkpoint.has_unattended_tokens,
+            is_padded=is_padded,
             rank=self.rank,
+            adapters=adapters,
         )
 
 
-class _Model(Protocol):
-    """A loaded model, or the layers of one stage.
-
-    Attributes:
-        vocab_size, type_vocab_size: ids below these are valid.
-    """
-
-    vocab_size: int
-    type_vocab_size: int
-
-    def kv_size(self, longest: int, layers: int | None) -> KvSize | None:
-        """Return the size of the KV caches, given the layers of the largest stage."""
-
-    def record(self, kv: KvSize) -> tuple[Program, ...]:
-        """Return its programs."""
-
-    def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
-    ) -> tuple[Program, ...]:
-        """Return programs whose linear layers have weights of this many bits."""
-
-
 class WholeSequences:
-    """An encoder, whose sequences run as a whole: a `_Model`."""
+    """An encoder, whose sequences run as a whole; or one stage."""
 
     use = BATCHES
 
@@ -201,7 +263,7 @@ class WholeSequences:
         self._encoder = load_encoder(
             loading.checkpoint, loading.dtype, loading.device, loading.rank, stage
         )
-        self.vocab_size = self._encoder.vocab_size
+        self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size
 
     @staticmethod
@@ -218,15 +280,67 @@ class WholeSequences:
     def kv_size(self, longest: int, layers: int | None) -> None:
         """Return None: nothing outlives a batch."""
 
-    def record(self, kv: KvSize) -> tuple[Program, ...]:  # noqa: ARG002
-        """Return the forward pass with the head of the task."""
-        loading, encoder = self._loading, self._encoder
-        checkpoint, task, device = loading.checkpoint, loading.task, loading.device
-        ops = loading.new_recorder()
-        hidden = encoder.record(ops)
+    def record(
+        self,
+        kv: KvSize,  # noqa: ARG002
+        adapters: AdapterTables | None = None,
+    ) -> tuple[Program, ...]:
+        """Return the forward pass with the head of the task.
+
+        With further outputs, pass and heads are programs of their own, and so is an encoder of labels.
+        """
+        loading = self._loading
+        is_padded, further = loading.config.execution == "padded", loading.config.further_tasks
+        ops = loading.new_recorder(adapters, is_padded=is_padded)
+        mix = loading.checkpoint.layer_mix if "embed" in (loading.task, *further) else None
+        if mix is not None:
+            if further:
+                raise ConfigError(
+                    "outputs must be empty: the checkpoint has the module WeightedLayerPooling, whose vector is served"
+                    " alone"
+                )
+            ops.mix_layers(mix.load(loading.checkpoint.folder))
+        hidden = self._encoder.record(ops)
+        if mix is not None:
+            hidden = ops.mixed_layers
+        if not further:
+            layers = self._heads(loading.task)
+            program = ops.finish(self._record_head(ops, loading.task, hidden, layers))
+            return (program, *self._record_labels(layers))
+        heads = []
+        for task in (loading.task, *further):
+            head = loading.new_recorder(adapters)
+            rows = head.input(HIDDEN, hidden.shape, hidden.dtype)
+            heads.append(head.finish(self._record_head(head, task, rows, self._heads(task))))
+        return (ops.finish(hidden), *heads)
+
+    def _heads(self, task: Task) -> Heads:
+        loading = self._loading
+        return load_heads(
+            loading.checkpoint, self._encoder, task, loading.dtype, loading.device, loading.rank
+        )
+
+    def _record_labels(self, heads: Heads) -> tuple[Program, ...]:
+        """Return the program of an encoder of labels, if there is one."""
+        if heads.extraction is None:
+            return ()
+        ops = self._loading.new_recorder()
+        labels = heads.extraction.record_labels(ops)
+        if labels is None:
+            return ()
+        if self._loading.config.num_processes > 1:
+            raise ConfigError(
+                "pipeline_parallel is above 1; allowed with an encoder of labels (gliner_config.json): 1"
+            )
+        return (ops.finish(labels),)
+
+    def _record_head(self, ops: Recorder, task: Task, hidden: Value, heads: Heads) -> Value:
+        """Record the head of a task."""
+        checkpoint, device = self._loading.checkpoint, self._loading.device
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
-        heads = load_heads(checkpoint, encoder, task, loading.dtype, device, loading.rank)
-        output = record_head(
+        if task == "embed" and checkpoint.rounds:
+            layers = (*layers, RoundLayer())
+        return record_head(
             ops,
             task,
             heads,
@@ -236,18 +350,18 @@ class WholeSequences:
             checkpoint.splade,
             pools_prompt=checkpoint.pools_prompt,
         )
-        return (ops.finish(output),)
 
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
     ) -> tuple[Program, ...]:
         """Return programs with the layers of the encoder in int8."""
         calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
-        return to_int8(calibrated, programs, cache, bits)
+        body, *heads = programs
+        return (*to_int8(calibrated, [body], cache, bits), *heads)
 
 
 class Steps:
-    """A decoder, perhaps with an encoder, whose sequences run step by step: a `_Model`."""
+    """A decoder, perhaps with an encoder, whose sequences run step by step; or one stage."""
 
     use = STEPS
     type_vocab_size = 1
@@ -259,7 +373,7 @@ class Steps:
         self._model: DecoderModel | EncoderDecoderModel = load(
             loading.checkpoint, loading.dtype, loading.device, loading.rank, stage
         )
-        self.vocab_size = self._model.vocab_size
+        self.vocab_size = self._model.token_table.vocab_size
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:  # noqa: ARG004
@@ -279,17 +393,17 @@ class Steps:
             self._loading.device,
             self._loading.dtype,
             self._model.attention_heads,
-            num_layers=layers or self._model.num_layers,
+            num_layers=layers or len(self._model.layers),
             # a source and its target
             lengths=[longest] * (2 if self._has_sources else 1),
             has_beams=self._has_sources,
             processes=config.num_processes,
         )
 
-    def record(self, kv: KvSize) -> tuple[Program, ...]:
+    def record(self, kv: KvSize, adapters: AdapterTables | None = None) -> tuple[Program, ...]:
         """Return the step of the decoder, and the encoder of sources."""
         kv = replace(kv, dtype=self._loading.dtype)
-        return record_steps(self._model, kv, self._loading.new_recorder)
+        return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
@@ -310,9 +424,7 @@ def record_steps(
     The encoder's program has no outputs: it stores keys and values for the decoder.
 
     Args:
-        model: the model to record.
         kv: sizes of its KV caches.
-        new_recorder: starts the recording of each program.
     """
     caches = kv.num_blocks, kv.block_size, kv.dtype
     ops, attention = new_recorder(), PagedAttention(*caches)

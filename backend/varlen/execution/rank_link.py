@@ -44,6 +44,12 @@ class RankLink(Protocol[_Work_contra]):
             meanwhile: the others call it again and again until the leader has decided; None to wait.
         """
 
+    def fault_of_ranks(self, fault: str, /) -> str:
+        """Return the fault of one of the ranks, empty if none has one.
+
+        Ranks wait for each other. A stage gets its own: the stage behind it learns of it in its turn.
+        """
+
     def running(self, work: _Work_contra, /) -> AbstractContextManager[object]:
         """Return the context in which this process runs some work, which all of them run."""
 
@@ -60,6 +66,10 @@ class NoOthers:
     def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
         """Return what this process decides."""
         return decide()
+
+    def fault_of_ranks(self, fault: str, /) -> str:
+        """Return the fault of this process."""
+        return fault
 
 
 NO_OTHERS = NoOthers()

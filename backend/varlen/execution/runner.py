@@ -15,13 +15,15 @@ from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.execution.arenas import batch_arena, step_arenas
+from varlen.execution.adapters import ResidentAdapters
+from varlen.execution.arenas import batch_arenas, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
-from varlen.execution.cuda.runner import CudaRunner, CudaSteps
+from varlen.execution.cuda.runner import CudaRunner, CudaSteps, OpsOnDevice
 from varlen.execution.device import choose_device, device_memory, name_of
 from varlen.execution.executor import Outputs, StepLauncher
 from varlen.execution.fingerprint import device_name
+from varlen.execution.labelled_spans import LabelledSpans, SpansInParts
 from varlen.execution.model_info import (
     GraphUse,
     ModelInfo,
@@ -30,9 +32,16 @@ from varlen.execution.model_info import (
     sequence_limit,
     step_limit,
 )
-from varlen.execution.model_state import Decoder, EncoderDecoder, OneShot, ProgramRunner
+from varlen.execution.model_state import (
+    Decoder,
+    EncoderDecoder,
+    OneShot,
+    ProgramRunner,
+    SeveralOutputs,
+)
 from varlen.execution.packing import PackedStep
 from varlen.execution.programs import (
+    HIDDEN,
     LoadedPrograms,
     Steps,
     WholeSequences,
@@ -42,7 +51,7 @@ from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.thread_executor import CoreShare
 from varlen.execution.token_state import Chooser
 from varlen.memory.arena import Arena
-from varlen.memory.memory_use import MemoryUse
+from varlen.memory.memory_use import AdapterUse, MemoryUse, Swap
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
 from varlen.request.request import (
@@ -66,11 +75,9 @@ class Runner:
     Whole sequences use the cores that torch gives the thread of a CPU; workers give it one. Steps use all of them.
 
     Attributes:
-        info: model facts for the engine.
         link: link to the other processes that hold the model.
         device: device of weights, caches and batches.
         programs: the recorded forward passes.
-        arenas: memory of their intermediates.
         state: memory of the model on the device, which decides how batches run.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
         launch_batch: starts a batch and returns a function that waits for its outputs. On a CPU the batch has run then,
@@ -81,9 +88,12 @@ class Runner:
     """
 
     state: OneShot | Decoder
+    _resident: ResidentAdapters | None = None
     launch_batch: Callable[[Batch], Callable[[], Outputs]]
     # nothing is known of a batch before its outputs are asked for
     wait = None
+    # only adapters of other processes are counted
+    adapter_uses: Sequence[AdapterUse] = ()
 
     def __init__(
         self,
@@ -100,10 +110,7 @@ class Runner:
         """Load the weights and record the forward passes; on a GPU, capture their graphs.
 
         Args:
-            checkpoint: the checkpoint to load.
-            config: the settings.
             chooser: chooses tokens from logits on the device; None if the model runs whole sequences.
-            gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
             measures: whether to measure the fastest way to run linear layers of whole sequences, unless
@@ -117,8 +124,9 @@ class Runner:
         self.link = link
         self.device = choose_device(config.device, gpu)
         self._config, self._workers = config, workers
-        self._kernels: Any = kernels or kernels_for(self.device)
+        self._kernels: Any = kernels or kernels_for(self.device, link.rank.size)
         self.slots, self.graph_use = 1, GraphUse()
+        self._heads: Sequence[CpuRunner] = ()
         if chooser is None:
             self._load_whole_sequences(checkpoint, measures * config.warmup_seconds)
         else:
@@ -143,6 +151,7 @@ class Runner:
             self._kernels,
             longest=longest,
             seconds=seconds,
+            workers=self._workers,
             link=self.link,
         )
         self.programs = self._loaded.programs
@@ -154,7 +163,8 @@ class Runner:
         task = _task_of_sequences(checkpoint, config)
         longest = sequence_limit(checkpoint, config)
         self._load(WholeSequences, checkpoint, task, longest=longest, seconds=seconds)
-        self.arenas: Sequence[Arena] = [self._batch_arena(longest)]
+        self._m3 = checkpoint.m3
+        self.arenas: Sequence[Arena] = self._batch_arenas(longest)
         self._map_handoffs()
         device = self._new_program_runner()
         self._run_whole(device, task)
@@ -163,11 +173,15 @@ class Runner:
             longest,
             device_name(self.device),
             max_batch_tokens=min(config.max_batch_tokens, self.arena.max_tokens),
+            outputs=config.further_tasks,
+            has_apart_labels=isinstance(self.state, LabelledSpans),
             is_padded=config.execution == "padded",
             workers=self._workers,
         )
+        if isinstance(device, CudaRunner | OpsOnDevice):
+            self.slots = device.slots
         if isinstance(device, CudaRunner):
-            self.slots, self.graph_use = device.slots, device.graph_use
+            self.graph_use = device.graph_use
 
     def _load_steps(self, checkpoint: Checkpoint, chooser: Chooser) -> None:
         """Load a model that generates."""
@@ -195,8 +209,9 @@ class Runner:
         )
         self.launch_batch = self.state.launch_batch
         if isinstance(self.state.steps, CudaSteps):
-            self.launch_batch, self.slots = StepLauncher(self.state, chooser).launch, MAX_STEPS
-            self.graph_use = self.state.steps.graph_use
+            self.graph_use = self.state.graph_use
+            if self.link is NO_OTHERS:
+                self.launch_batch, self.slots = StepLauncher(self.state, chooser).launch, MAX_STEPS
         self.info = self._info(
             task,
             longest,
@@ -223,25 +238,56 @@ class Runner:
             weight_bytes=loaded.weight_bytes,
             arena_bytes=sum(arena.capacity for arena in self.arenas),
             cost_fields=loaded.cost_fields,
+            adapters=() if loaded.adapters is None else loaded.adapters.reasons,
+            adapter_bytes=0
+            if loaded.tables is None
+            else loaded.tables.nbytes // loaded.tables.slots,
             **own,
         )
 
     def another(self) -> Runner:
         """Return a runner of the same whole sequences on its CPU, with another arena."""
         other = copy(self)
-        other.arenas = [self._batch_arena(self.info.max_sequence_tokens)]
+        other.arenas = self._batch_arenas(self.info.max_sequence_tokens)
         other._run_whole(other._new_program_runner(), self.info.task)
         return other
 
     def _run_whole(self, device: ProgramRunner, task: Task) -> None:
         """Run whole sequences on a device."""
+        further = self._config.further_tasks
         is_padded = self._config.execution == "padded"
-        self.state = OneShot(device, task, is_padded=is_padded, link=self.link)
+        if further:
+            self._heads = [self._new_head(number) for number in range(1, len(self.programs))]
+            heads = dict(zip((task, *further), self._heads, strict=True))
+            self.state = SeveralOutputs(device, heads, self._m3, self._resident)
+        elif len(self.programs) > 1:
+            self._heads = [self._new_head(1)]
+            self.state = LabelledSpans(
+                device,
+                *self._heads,
+                largest=self.arena.largest,
+                most_tokens=min(self._config.max_batch_tokens, self.arena.max_tokens),
+                is_padded=is_padded,
+            )
+        elif task == "extract":
+            self.state = SpansInParts(
+                device, largest=self.arena.largest, is_padded=is_padded, link=self.link
+            )
+        else:
+            self.state = OneShot(
+                device,
+                task,
+                self._m3,
+                is_padded=is_padded,
+                link=self.link,
+                adapters=self._resident,
+            )
         self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
         """Run batches on all cores of its CPU while `share` says that they run alone."""
-        self._cpu_runner.share_cores(share, self._workers)
+        for each in (self._cpu_runner, *self._heads):
+            each.share_cores(share, self._workers)
 
     def run_batch(self, batch: Batch) -> Outputs:
         """Return the outputs of a batch; see `launch_batch`."""
@@ -294,6 +340,11 @@ class Runner:
         """Return the memory use. From any thread."""
         return MemoryUse.total(arena.use() for arena in self.arenas)
 
+    def new_swaps(self) -> Sequence[Swap]:
+        """Return the adapters that were exchanged since the last call."""
+        adapters = self.state.adapters
+        return () if adapters is None else adapters.new_swaps()
+
     def release_arenas(self) -> None:
         """Return the memory of intermediates to the system, while no batch runs."""
         for arena in self.arenas:
@@ -306,7 +357,8 @@ class Runner:
 
     def compile_products(self) -> None:
         """Compile the linear layers for batches of usual sizes."""
-        self._cpu_runner.compile()
+        for each in (self._cpu_runner, *self._heads):
+            each.compile()
 
     def check(self) -> None:
         """Run the smallest batch, or one op of a decoder; raise whatever it raises."""
@@ -316,8 +368,10 @@ class Runner:
             self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
-        """Release device memory."""
+        """Release device memory and the files of adapters."""
         self.state.close()
+        if self._resident is not None:
+            self._resident.close()
 
     @property
     def _cpu_runner(self) -> CpuRunner:
@@ -325,12 +379,12 @@ class Runner:
         assert isinstance(self.state.device, CpuRunner)
         return self.state.device
 
-    def _batch_arena(self, longest: int) -> Arena:
+    def _batch_arenas(self, longest: int) -> Sequence[Arena]:
         parts = self._loaded.parts
         # stages run the same batches
-        stages = [part.program for part in parts[0]] if parts else [self.programs[0]]
-        return batch_arena(
-            self.programs[0], self._config, longest, self.device, self._workers, stages
+        stages = [part.program for part in parts[0]] if parts else ()
+        return batch_arenas(
+            self.programs, self._config, longest, self.device, self._workers, stages
         )
 
     def _map_handoffs(self) -> None:
@@ -339,19 +393,38 @@ class Runner:
             parts = [of_stages[self.link.stage.number] for of_stages in self._loaded.parts]
             self.link.handoffs.map(parts, [arena.largest for arena in self.arenas])
 
+    def _new_head(self, number: int) -> CpuRunner:
+        """Return what runs the head with this program, or the encoder of labels."""
+        if self.device.type != "cpu":
+            raise ConfigError(
+                f"outputs is {self._config.outputs}; further outputs are served on CPUs: set device to cpu, or outputs"
+                " to none"
+            )
+        states = {} if self._resident is None else self._resident.states
+        head = CpuRunner(self.programs[number], self._kernels, self.arenas[number], states)
+        head.input_names = [name for name in head.input_names if name != HIDDEN]
+        return head
+
     def _new_program_runner(self) -> ProgramRunner:
+        self._resident, loaded = None, self._loaded
+        if loaded.adapters is not None and loaded.tables is not None:
+            self._resident = ResidentAdapters(
+                loaded.adapters, loaded.tables, loaded.programs, self.link.fault_of_ranks
+            )
         parts, link = (self.programs[0], self._kernels, self.arenas[0]), self.link
         with device_memory(
             f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
             " lower max_batch_tokens, max_sequence_tokens or max_batch_sequences"
         ):
             if self.device.type == "cpu":
-                return CpuRunner(*parts, link.states, handoffs=link.handoffs)
-            return CudaRunner(
-                *parts,
-                CudaGraphs(self.device, self._config.device_timeout_seconds),
-                max_batch_tokens=self._config.max_batch_tokens,
-            )
+                own = {} if self._resident is None else self._resident.states
+                states = {**link.states, **own}
+                return CpuRunner(*parts, states, handoffs=link.handoffs)
+            graphs = CudaGraphs(self.device, self._config.device_timeout_seconds)
+            if self._config.execution == "padded":
+                return OpsOnDevice(*parts, graphs, states=link.states)
+            most = self._config.max_batch_tokens
+            return CudaRunner(*parts, graphs, max_batch_tokens=most, states=link.states)
 
 
 def _task_of_sequences(checkpoint: Checkpoint, config: EngineConfig) -> Task:
@@ -362,7 +435,7 @@ def _task_of_sequences(checkpoint: Checkpoint, config: EngineConfig) -> Task:
         ConfigError: its answers are written token by token, and the model does not generate.
     """
     task = config.task or checkpoint.task
-    checkpoint.check_task(task)
+    checkpoint.check_outputs(task, config.further_tasks)
     if TASKS[task].is_iterative:
         others = [each for each in checkpoint.tasks if not TASKS[each].is_iterative]
         raise ConfigError(

@@ -17,7 +17,7 @@ from threading import Lock, Thread
 
 import numpy as np
 
-from varlen.execution.executor import Completed, Launcher, Outputs, result_of
+from varlen.execution.executor import Completed, Launcher, Outputs, raising, result_of
 from varlen.scheduling.batch import Batch, Cores
 
 # Once ops have taken this many seconds more than on one core, no op uses others for a pause; pauses become longer until
@@ -95,10 +95,19 @@ class LoneCores:
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A batch in flight, and what it has used so far."""
+    """A batch in flight, and the cores that it has used.
+
+    Attributes:
+        slot: number of its thread and runner.
+        at: time of its start, in seconds.
+        outputs: function that waits for its outputs; None if its thread is to launch it.
+    """
 
     batch: Batch
     completed: Completed
+    slot: int
+    at: float
+    outputs: Callable[[], Outputs] | None = None
     cores: Cores = "one"
 
 
@@ -114,6 +123,8 @@ class ThreadExecutor:
         runners: Sequence[Launcher],
         prepare: Callable[[], None] | None = None,
         share: CoreShare | None = None,
+        *,
+        starts_at_once: bool = False,
     ) -> None:
         """Start the threads.
 
@@ -121,30 +132,40 @@ class ThreadExecutor:
             runners: one per thread.
             prepare: each thread calls it first.
             share: tells the runners whether a batch runs alone.
+            starts_at_once: whether `launch_batch` of a runner returns before the batch has run, so that `start` calls
+                it: a thread then wakes up while the batch runs.
         """
         self.slots = len(runners)
+        self._runners, self._starts_at_once = runners, starts_at_once
+        # the slot that was used last comes first
+        self._free = [*range(self.slots)]
         self._prepare = prepare
         self._share = share
         self._in_flight: list[_Started] = []
         self._counting = Lock()
-        self._queue: SimpleQueue[_Started | None] = SimpleQueue()
+        self._queues: list[SimpleQueue[_Started | None]] = [SimpleQueue() for _ in runners]
         self._threads = [
-            Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
-            for slot, runner in enumerate(runners)
+            Thread(target=self._loop, args=each, name=f"varlen-executor-{slot}", daemon=True)
+            for slot, each in enumerate(zip(runners, self._queues, strict=True))
         ]
         for thread in self._threads:
             thread.start()
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Start a batch. A thread of this executor calls `completed` once with the result."""
-        work = _Started(batch, completed)
         with self._counting:
+            work = _Started(batch, completed, self._free.pop(), time.perf_counter())
             for other in self._in_flight:
                 other.cores = "both" if other.cores == "all" else other.cores
             self._in_flight.append(work)
             if self._share_cores():
                 work.cores = "all"
-        self._queue.put(work)
+        if self._starts_at_once:
+            try:
+                work.outputs = self._runners[work.slot].launch_batch(batch)
+            except BaseException as error:
+                work.outputs = raising(error)
+        self._queues[work.slot].put(work)
 
     def free_at(self) -> float:
         """Return minus infinity: where a slot is free, its runner is."""
@@ -156,25 +177,28 @@ class ThreadExecutor:
 
     def close(self) -> bool:
         """Run what was started and stop the threads; return True."""
-        for _ in self._threads:
-            self._queue.put(None)
+        for queue in self._queues:
+            queue.put(None)
         for thread in self._threads:
             thread.join()
         return True
 
-    def _loop(self, runner: Launcher) -> None:
+    def _loop(self, runner: Launcher, queue: SimpleQueue[_Started | None]) -> None:
         if self._prepare is not None:
             self._prepare()
-        while (work := self._queue.get()) is not None:
-            result = result_of(runner.check, work.batch, partial(_run, runner, work.batch))
+        while (work := queue.get()) is not None:
+            run = work.outputs or partial(_run, runner, work.batch)
+            result = result_of(runner.check, work.batch, run)
+            seconds = time.perf_counter() - work.at
             self._end(work)
-            work.completed(work.batch, replace(result, cores=work.cores))
+            work.completed(work.batch, replace(result, cores=work.cores, seconds=seconds))
             # this frame must not keep a batch alive until the next one comes
-            del work, result
+            del work, result, run
 
     def _end(self, work: _Started) -> None:
         with self._counting:
             self._in_flight.remove(work)
+            self._free.append(work.slot)
             if self._share_cores():
                 self._in_flight[0].cores = "both"
 

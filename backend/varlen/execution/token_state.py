@@ -49,7 +49,6 @@ class Chooser(Protocol):
         """Return the outputs of a step, chunk by chunk.
 
         Args:
-            step: the step.
             plan: the result of `plan` for it.
             chosen: the choices of the device.
             logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
@@ -97,9 +96,7 @@ class DeviceSearches:
 
         Args:
             kernels: module with the ops of searches.
-            device: device of the logits.
             rows: most rows of logits, which is the most beams at the same time.
-            blocks: longest block table.
             block_size: tokens of a block.
         """
         self._kernels = kernels
@@ -185,8 +182,6 @@ class DeviceEdits:
 
         Args:
             kernels: module with the op.
-            device: device of the logits.
-            limits: number and size of lists.
         """
         self._kernels = kernels
         self._state = EditState.new(*limits, device)

@@ -3,7 +3,7 @@
 They show whether it computes numbers, and compile what its steps need.
 
 On a GPU, the batch of a capture has no sequence, so it runs little of attention: a fault there would show in service
-first. Steps of a model that generates are captured as graphs, at load, but source texts are encoded op by op. Which
+first. Steps of a model that generates, and the encoder of its source texts, are captured as graphs, at load. Which
 kernels run depends on the mean new tokens of a step, on whether it has several sequences, and on whether single tokens
 beside prompts are read in splits, whose number follows from the number of sequences.
 """
@@ -53,6 +53,8 @@ _REPORTED = replace(_EDITED, logprobs=0)
 def check_numbers(runner: Runner, timeout: float = 0.0) -> None:
     """Run a random batch of an encoder in the largest graph of each mean length.
 
+    Without graphs, run a large one, and one sequence of each of some lengths.
+
     Args:
         runner: runs them, on a GPU.
         timeout: longest time of each, in seconds; 0 is no limit.
@@ -64,10 +66,10 @@ def check_numbers(runner: Runner, timeout: float = 0.0) -> None:
     numbers = np.random.default_rng(0)
     state, info = runner.state, runner.info
     assert isinstance(state, OneShot)
-    assert isinstance(state.device, CudaRunner)
-    # a batch fills its graph without padding, which a padded model would add
-    whole = OneShot(state.device, info.task)
-    largest = state.device.buckets.largest_of_each_class()
+    if isinstance(state.device, CudaRunner):
+        largest = state.device.buckets.largest_of_each_class()
+    else:
+        largest = _padded_batches(info, runner.arena.largest["sequences"] // 2)
     for bucket in largest:
         lengths = random_lengths(bucket, info.max_sequence_tokens, numbers)
         prompts = [
@@ -79,13 +81,29 @@ def check_numbers(runner: Runner, timeout: float = 0.0) -> None:
             for length in lengths.tolist()
         ]
         options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(prompts))]
-        answers = call_within(timeout, partial(whole.run, prompts, options))
+        answers = call_within(timeout, partial(state.run, prompts, options))
         if any(np.isnan(answer).any() for answer in answers):
             raise ConfigError(
                 f"a random batch of {len(prompts)} sequences, {int(lengths.sum())} tokens, has answers with NaN in"
                 f" {info.dtype} on {info.device_name}: set dtype to bf16 or fp32, or device to cpu"
             )
     _log.info("%d random batches have no NaN in their answers", len(largest))
+
+
+def _padded_batches(info: ModelInfo, most: int) -> list[Bucket]:
+    """Return the largest batch without graphs, and lengths for which the masked softmax is compiled.
+
+    Args:
+        most: sequences of the largest batch.
+    """
+    longest = min(info.max_sequence_tokens, info.max_batch_tokens)
+    count = min(most, info.max_batch_tokens // longest)
+    # with padding it fills the largest batch
+    batches = [Bucket(-(-3 * longest * count // 4), count)]
+    powers = [longest, *(1 << bits for bits in range(longest.bit_length()))]
+    # vectors of 8, 4, 2 and 1 keys
+    lengths = {power - less for power in powers for less in (0, 1, 2, 4)}
+    return [*batches, *(Bucket(length, 1) for length in sorted(lengths) if length > 0)]
 
 
 def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -> Int32Array:
@@ -107,7 +125,6 @@ def warm_up(runner: Runner, timeout: float = 0.0) -> None:
     """Run prompts and tokens of a decoder, so that its first request is fast.
 
     Args:
-        runner: runs them.
         timeout: longest time of a step on a GPU, in seconds, beside the time to compile; 0 is no limit.
 
     Raises:
@@ -130,7 +147,10 @@ def warm_up(runner: Runner, timeout: float = 0.0) -> None:
 
 
 def warm_up_draws(runner: Runner) -> None:
-    """Run steps on a CPU that draw their tokens, and one of a search."""
+    """Run steps that draw their tokens, and one of a search.
+
+    A process of the model does it.
+    """
     limits = [(_DRAWN.temperature, _DRAWN.top_k, _DRAWN.top_p, _DRAWN.min_p)]
     rows = runner.arenas[0].largest["logit_rows"]
     beams = _searched(rows)[0].num_beams
@@ -149,10 +169,6 @@ def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
     """Choose tokens with options of each kind, on a CPU, without the model.
 
     Where the model runs in a process of its own, that process has warmed it up.
-
-    Args:
-        chooser: chooses them.
-        info: model facts for the engine.
     """
     for options in _options(has_sources=info.has_sources, rows=info.max_logit_rows):
         if options == _searched(info.max_logit_rows)[0]:
@@ -170,7 +186,6 @@ def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:
     """Run steps of prompts of all forms: a fault or a compile comes at load.
 
     Args:
-        runner: runs them.
         timeout: see `warm_up`.
     """
     for chunks in _prompts_of_all_forms(runner):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,10 @@ from varlen.errors import ConfigError, RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.context_windows import ContextWindows
+from varlen.intake.found import Found
+from varlen.intake.long_texts import LongTextForm, LongTexts
 from varlen.intake.tokenization import Text
+from varlen.intake.word_prompts import SpanTexts
 from varlen.parameter import check_count
 from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.questions import (
@@ -25,11 +28,19 @@ from varlen.request.questions import (
     ContextAnswer,
     QuestionForm,
 )
-from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, TextPrefix
-from varlen.request.spans import DEFAULT_THRESHOLD, Span, SpanForm, read_labels
+from varlen.request.request import (
+    Float32Array,
+    Output,
+    Prompt,
+    Request,
+    RequestOptions,
+    split_outputs,
+)
+from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, RowParameters, TextPrefix
+from varlen.request.schema import read_schema
+from varlen.request.spans import DEFAULT_THRESHOLD, Span, read_labels
 from varlen.request.sparse_vectors import SparseVector, sparse_vector
-from varlen.request.vectors import VectorForm
+from varlen.request.vectors import VectorForm, read_spans
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import Task
@@ -47,6 +58,7 @@ class EncoderSettings(ModelSettings, total=False):
     """Settings of an `Encoder`; docs/reference/configuration.md describes them."""
 
     task: Task | None
+    outputs: str
     rerank_form: RerankForm
     max_batch_tokens: int
     arena_bytes: int | str
@@ -112,8 +124,11 @@ class Encoder(InProcess):
         instruction: str | None = None,
         prompt: str | None = None,
         dimensions: int | None = None,
+        spans: Sequence[tuple[int, int]] | None = None,
+        windows: bool = False,
+        window_overlap: int | None = None,
     ) -> Float32Array:
-        """Return one vector per input, `[inputs, features]` fp32.
+        """Return one vector per input, `[inputs, features]` fp32, or one per span.
 
         Args:
             inputs: texts or rows of token ids.
@@ -121,9 +136,12 @@ class Encoder(InProcess):
             truncate: cut texts that are too long.
             truncate_prompt_tokens: cut texts to this many tokens, special tokens included; no `truncate` is needed.
             prompt_name: name of the checkpoint's prompt to put before texts; None selects its default.
-            instruction: instruction in the place of the one in that prompt.
+            instruction: task in words, in the place of the prompt's own.
             prompt: text to put before texts, instead of a prompt of the checkpoint.
             dimensions: number of first dimensions to keep, normalized again; None keeps all.
+            spans: parts of the only text, first character and the first behind it, that have a vector each.
+            windows: read texts that are longer than the model in windows.
+            window_overlap: tokens that two windows share; None is 256, or a quarter of a window.
 
         Raises:
             RequestError: an input cannot be served; the message names its row. Or there is no such prompt, or the
@@ -132,11 +150,23 @@ class Encoder(InProcess):
         checkpoint = self._service.checkpoint
         normalize = checkpoint.normalize if normalize is None else normalize
         form = VectorForm(dimensions, normalize)
-        form.check(checkpoint.embedding_size)
+        form.check(checkpoint.vector_size("embed"))
         cut = _Cut(truncate, truncate_prompt_tokens)
         prefix = TextPrefix(prompt_name, None, instruction, prompt)
-        vectors = self._run(("embed",), inputs, cut, normalize, prefix)
-        return form.of(np.stack(vectors))
+        if spans is None and not windows and window_overlap is None:
+            vectors = np.stack(self._run(("embed",), inputs, cut, normalize, prefix))
+            return form.of(vectors)
+        self._check_task("embed")
+        if truncate or truncate_prompt_tokens is not None:
+            raise RequestError(
+                "spans and windows are parts of whole texts; leave truncate and truncate_prompt_tokens out"
+            )
+        _check_is_list(inputs)
+        read = None if spans is None else read_spans(spans)
+        given = LongTextForm(read, windows, window_overlap, normalize)
+        long = LongTexts(self._service.intake, inputs, given, prefix)
+        prompts = tuple(prompt for step in long.steps for prompt in step.run())
+        return form.of(long.vectors(self._asked(("embed",), prompts, long.normalizes_parts)))
 
     def token_embed(
         self,
@@ -242,28 +272,57 @@ class Encoder(InProcess):
         Raises:
             RequestError: see `embed`; or there are no labels, or too many.
         """
+        found = self._span_texts(
+            texts,
+            labels=read_labels(labels),
+            threshold=threshold,
+            flat_ner=flat_ner,
+            multi_label=multi_label,
+            truncate=truncate,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return found.answers(self._found(found))
+
+    def extract_schema(
+        self,
+        texts: Sequence[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = DEFAULT_THRESHOLD,
+        flat_ner: bool = True,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return what a schema asks of each text, by name, of a model of GLiNER2.
+
+        Args:
+            texts: texts.
+            schema: entities, classifications, structures and relations, as `Schema.from_dict` of gliner2 takes them.
+            threshold: scores from it on count, unless the schema says another one.
+            flat_ner: whether no two spans of a label share a word; else a span may contain another one.
+            truncate, truncate_prompt_tokens: see `embed`; the schema counts.
+
+        Raises:
+            RequestError: see `embed`; or the schema is wrong or too large, or the model is of GLiNER.
+        """
+        found = self._span_texts(
+            texts,
+            schema=read_schema(schema),
+            threshold=threshold,
+            flat_ner=flat_ner,
+            truncate=truncate,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return found.results(self._found(found))
+
+    def _span_texts(self, texts: Sequence[str], **given: Any) -> SpanTexts:
+        """Return the texts of a request for spans, checked."""
         self._check_task("extract")
         _check_is_list(texts)
-        extraction = self._service.checkpoint.extraction
-        assert extraction is not None
-        ROW_PARAMETERS["threshold"].check("threshold", threshold)
-        form = SpanForm(
-            tuple(texts),
-            read_labels(labels),
-            threshold,
-            flat_ner,
-            multi_label,
-            extraction.scored == "words",
-        )
-        steps = self._service.intake.extraction_steps(
-            texts,
-            form.labels,
-            truncate=truncate or truncate_prompt_tokens is not None,
-            max_tokens=truncate_prompt_tokens,
-        )
-        prompts = tuple(prompt for step in steps for prompt in step.run())
-        rows = self._answers(prompts)
-        return [form.spans(row, scores) for row, scores in enumerate(rows)]
+        prompts = self._service.intake.word_prompts
+        assert prompts is not None
+        ROW_PARAMETERS["threshold"].check("threshold", given["threshold"])
+        return SpanTexts(prompts, texts, RowParameters(**given))
 
     def question_answer(
         self,
@@ -302,8 +361,7 @@ class Encoder(InProcess):
         )
         intake = self._service.intake
         windows = ContextWindows(intake.tokenizer, intake.limits, pairs, form)
-        prompts = tuple(prompt for step in windows.steps for prompt in step.run())
-        return windows.answers(self._answers(prompts))
+        return windows.answers(self._found(windows))
 
     def classify(
         self,
@@ -317,7 +375,7 @@ class Encoder(InProcess):
 
         Args:
             inputs, truncate, truncate_prompt_tokens: see `embed`.
-            instruction: task of a reranker that reads instructions; None takes the checkpoint's.
+            instruction: task in words, for a reranker that reads one; None takes the checkpoint's.
         """
         cut, prefix = _Cut(truncate, truncate_prompt_tokens), TextPrefix(instruction=instruction)
         return np.stack(self._run(("classify", "rerank"), inputs, cut, prefix=prefix))
@@ -342,6 +400,41 @@ class Encoder(InProcess):
         """Return the logits of each token of each input, `[tokens, labels]` fp32."""
         return self._run(("token_classify",), inputs, _Cut(truncate, truncate_prompt_tokens))
 
+    def outputs(
+        self,
+        inputs: Inputs,
+        tasks: Sequence[Task],
+        *,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[dict[Task, Float32Array]]:
+        """Return several outputs of each input, made in one pass, by their tasks.
+
+        Args:
+            inputs, normalize, truncate, truncate_prompt_tokens, prompt_name: see `embed`.
+            tasks: the model's own task, or further outputs: its setting `outputs`.
+
+        Returns:
+            Per input and task: embed `[features]`; sparse_embed `[terms, 2]`, numbers of terms and their weights, the
+            largest first; token_embed `[vectors, features]`; hidden `[tokens, hidden]`; classify, rerank `[labels]`;
+            token_classify `[tokens, labels]`.
+
+        Raises:
+            ConfigError: the model has no such output.
+            RequestError: see `embed`.
+        """
+        for task in tasks:
+            self._check_task(task)
+        normalize = self._service.checkpoint.normalize if normalize is None else normalize
+        cut, wished = _Cut(truncate, truncate_prompt_tokens), tuple(dict.fromkeys(tasks))
+        prompts = self._prompts(inputs, cut, TextPrefix(prompt_name))
+        if wished == (self.task,):
+            return [{self.task: row} for row in self._answers(prompts, normalize)]
+        rows = self._answers(prompts, normalize, wished)
+        return [dict(zip(wished, split_outputs(row), strict=True)) for row in rows]
+
     def _run(
         self,
         tasks: tuple[Task, ...],
@@ -351,18 +444,33 @@ class Encoder(InProcess):
         prefix: TextPrefix = NO_PREFIX,
     ) -> list[Float32Array]:
         self._check_task(*tasks)
-        return self._answers(self._prompts(inputs, cut, prefix), normalize)
+        return self._asked(tasks, self._prompts(inputs, cut, prefix), normalize)
+
+    def _asked(
+        self, tasks: tuple[Task, ...], prompts: tuple[Prompt, ...], normalize: bool
+    ) -> list[Float32Array]:
+        """Return the output of each prompt, of the first task that the model has."""
+        if self.task in tasks:
+            return self._answers(prompts, normalize)
+        [task] = [task for task in tasks if task in self._service.model.info.outputs]
+        return [split_outputs(row)[0] for row in self._answers(prompts, normalize, (task,))]
 
     def _check_task(self, *tasks: Task) -> None:
-        if self.task not in tasks:
+        if {self.task, *self._service.model.info.outputs}.isdisjoint(tasks):
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
 
-    def _answers(self, prompts: tuple[Prompt, ...], normalize: bool = False) -> list[Float32Array]:
+    def _found(self, found: Found) -> list[Float32Array]:
+        """Return the output of each prompt of the rows."""
+        return self._answers(tuple(prompt for step in found.steps for prompt in step.run()))
+
+    def _answers(
+        self, prompts: tuple[Prompt, ...], normalize: bool = False, outputs: tuple[Task, ...] = ()
+    ) -> list[Float32Array]:
         """Return the answers to prompts, in their order."""
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
-        options = RequestOptions(normalize)
+        options = RequestOptions(normalize, outputs, adapter=self._adapter)
         self._service.model.submit(Request(tuple(prompts[i] for i in order), options), reply)
         answers: list[Float32Array] = [_NO_ANSWER] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):

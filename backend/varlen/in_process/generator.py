@@ -147,7 +147,9 @@ class Generator(InProcess):
             RequestError: the prompt or an option cannot be served; the message says why.
         """
         reply = _FutureReply(options.n, on_part)
-        request_options = RequestOptions(generation=options, streams=on_part is not None)
+        request_options = RequestOptions(
+            generation=options, streams=on_part is not None, adapter=self._adapter
+        )
         request = Request((self._prompt(prompt),), request_options)
         self._service.model.submit(request, reply)
         return reply.answers

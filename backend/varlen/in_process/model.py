@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from varlen.config import NO_LIMIT, Device, DType, EngineConfig
@@ -29,6 +30,8 @@ class ModelSettings(TypedDict, total=False):
     threads: int
     ignore_config_fields: str
     adapter: str
+    adapters: str
+    adapter_bytes: int | str
     max_sequence_tokens: int | None
 
 
@@ -37,7 +40,6 @@ def config_of(settings: Mapping[str, object], kind: type[ModelSettings]) -> Engi
 
     Args:
         settings: values by name; others have the default of `EngineConfig`.
-        kind: the names that are allowed.
 
     Raises:
         TypeError: there is no setting of some name.
@@ -52,6 +54,19 @@ class InProcess:
     """A loaded model, which `close` or the end of a `with` block stops."""
 
     _service: Service[Any]
+    _adapter = ""
+
+    def with_adapter(self, name: str) -> Self:
+        """Return the same model with an adapter; sequences of both share batches.
+
+        A name that the model does not have is refused by its methods.
+
+        Args:
+            name: name of the adapter; empty for none.
+        """
+        other = copy(self)
+        other._adapter = name
+        return other
 
     def close(self) -> None:
         """Finish what runs and stop the engine."""

@@ -113,7 +113,6 @@ def _pattern(
     """Return the pattern of a tokenizer with safe boundaries.
 
     Args:
-        normalizer, splitter, added: parts of the tokenizer.
         has_lines: whether tabs and the ends of lines are boundaries too.
     """
     normalizers = {part["type"] for part in _parts(normalizer)}

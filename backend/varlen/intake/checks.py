@@ -3,9 +3,8 @@
 Requests of the server and in-process calls both pass here. The layers below trust their inputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -14,19 +13,18 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError
 from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import LongTextRules
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.intake.word_prompts import WordPrompts
 from varlen.parameter import refuse
-from varlen.request.draft import TokenizationTask
+from varlen.request.draft import TokenizationTask, steps_of
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
+_WINDOWS_ONLY = LongTextRules()
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-# Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
-_STEP_BYTES = 4096
 
 
 class ChatTemplate(Protocol):
@@ -73,6 +71,8 @@ class Intake:
         pair_template: PairTemplate | None = None,
         word_prompts: WordPrompts | None = None,
         pair_prefixes: tuple[str, str] | None = None,
+        adapters: Iterable[tuple[str, str]] = (),
+        long_texts: LongTextRules = _WINDOWS_ONLY,
     ) -> None:
         """Start the checks.
 
@@ -82,6 +82,8 @@ class Intake:
             pair_template: pair template of a model that reads pairs as chat messages.
             word_prompts: prompts of a model that extracts spans.
             pair_prefixes: texts in front of the texts of a pair, for a model that reads a pair as one text.
+            adapters: see `ModelInfo`.
+            long_texts: rules for spans and windows.
         """
         self.tokenizer = tokenizer
         self.limits = limits
@@ -89,8 +91,9 @@ class Intake:
         self._chat_template = chat_template
         self._mask_token = mask_token
         self._pair_template = pair_template
-        self._word_prompts = word_prompts
+        self.word_prompts, self.long_texts = word_prompts, long_texts
         self._pair_prefixes = pair_prefixes
+        self.adapters = dict(adapters)
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -150,42 +153,6 @@ class Intake:
                 side=side,
                 max_tokens=max_tokens,
                 first_row=rows.start,
-            )
-
-        return steps_of(sizes, tokenize)
-
-    def extraction_steps(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[str],
-        *,
-        truncate: bool,
-        max_tokens: int | None = None,
-    ) -> tuple[TokenizationTask, ...]:
-        """Return the steps that make prompts of texts with labels.
-
-        Args:
-            texts: one per row.
-            labels: the same for all rows.
-            truncate: whether texts that are too long lose their last words.
-            max_tokens: length to which they are cut, with the labels; None is the longest.
-
-        Raises:
-            RequestError: see `texts`; a step raises it for a text that is too long.
-        """
-        prompts = self._word_prompts
-        assert prompts is not None
-        of_labels = sum(len(label.encode()) for label in labels)
-        sizes = [of_labels + size for size in self.limits.check_texts(texts, truncate=truncate)]
-        longest = self.limits.max_sequence_tokens
-        if max_tokens is not None and not 1 <= max_tokens <= longest:
-            refuse("truncate_prompt_tokens", max_tokens, f"whole numbers from 1 to {longest}")
-
-        def tokenize(rows: range) -> tuple[Prompt, ...]:
-            most = max_tokens or longest
-            return tuple(
-                prompts.prompt(row, texts[row], labels, max_tokens=most, is_cut=truncate)
-                for row in rows
             )
 
         return steps_of(sizes, tokenize)
@@ -265,13 +232,13 @@ class Intake:
             return self.roles.select(prefix)
         if prefix.instruction is not None and not self._pair_template.takes_instruction:
             raise RequestError(
-                "the request has instruction, which the chat template of this model does not read; leave it out"
+                "the request has instruction, which the prompt of this model does not read; leave it out"
             )
         return TextRole(instruction=prefix.instruction)
 
     def cut_side(self, given: RowParameters) -> TruncationSide:
         """Return the side on which texts of a request are cut."""
-        if self._pair_template is not None or self._word_prompts is not None:
+        if self._pair_template is not None or self.word_prompts is not None:
             return "right"
         return given.truncation_side or self.tokenizer.side
 
@@ -425,22 +392,3 @@ class Intake:
                 f"row {row}: the input has {len(places)} tokens {name}; this model takes 1 to {MAX_MASKS}"
             )
         return Masks(places.astype(np.int32))
-
-
-def steps_of(
-    sizes: Sequence[int], run: Callable[[range], tuple[Prompt, ...]]
-) -> tuple[TokenizationTask, ...]:
-    """Return the steps of rows: short texts share one.
-
-    Args:
-        sizes: length of each row in UTF-8.
-        run: does the work of some rows, and returns their prompts; raises RequestError.
-    """
-    steps = []
-    begin = num_bytes = 0
-    for end, size in enumerate(sizes, start=1):
-        num_bytes += size
-        if num_bytes >= _STEP_BYTES or end == len(sizes):
-            steps.append(TokenizationTask(num_bytes, partial(run, range(begin, end))))
-            begin, num_bytes = end, 0
-    return tuple(steps)

@@ -4,23 +4,34 @@ Source: the library tokenizers divides contexts so (`truncate_encodings` with `O
 `QuestionAnsweringPipeline` of transformers 4.57 asks for.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding
 
 from varlen.errors import RequestError
-from varlen.intake.checks import steps_of
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.parameter import refuse
-from varlen.request.draft import TokenizationTask
-from varlen.request.questions import ContextAnswer, ContextWindow, QuestionForm
+from varlen.request.draft import TokenizationTask, steps_of
+from varlen.request.questions import (
+    DEFAULT_ANSWERS,
+    ContextAnswer,
+    ContextWindow,
+    QuestionForm,
+    answers_json,
+)
 from varlen.request.request import Float32Array, Int32Array, Prompt
-from varlen.request.row_parameters import TruncationSide
+from varlen.request.row_parameters import RowParameters, TruncationSide
+
+if TYPE_CHECKING:
+    from varlen.intake.checks import Intake
 
 # Defaults of a request.
 _WINDOW_TOKENS, _STRIDE_TOKENS = 384, 128
@@ -32,11 +43,13 @@ _Places = npt.NDArray[np.intp]
 
 
 class ContextWindows:
-    """Makes the prompts of the questions of a request, and keeps where their answers are.
+    """Makes the prompts of questions, and keeps where their answers are; see `found.Found`.
 
     Attributes:
         windows: windows of each row, once the steps have run.
     """
+
+    needs: ClassVar[str] = "text, the question, and text_pair, its context"
 
     def __init__(
         self,
@@ -83,6 +96,29 @@ class ContextWindows:
         self._pairs = pairs
         self.windows: list[tuple[ContextWindow, ...]] = [()] * len(pairs)
 
+    @classmethod
+    def check(cls, given: RowParameters) -> RowParameters:
+        """Return the parameters of a request, which cuts nothing."""
+        if given.is_cut or given.truncation_side is not None:
+            raise RequestError(
+                "the request cuts texts, and this model reads a long context in windows; leave truncate,"
+                " truncate_prompt_tokens and truncation_side out (max_seq_len is the length of a window)"
+            )
+        return given
+
+    @classmethod
+    def of(cls, texts: Sequence[Any], given: RowParameters, intake: Intake) -> ContextWindows:
+        """Return the windows of the pairs of a request."""
+        form = QuestionForm(
+            top_k=given.top_k or DEFAULT_ANSWERS,
+            max_answer_len=given.max_answer_len,
+            handle_impossible_answer=given.handle_impossible_answer,
+            align_to_words=given.align_to_words,
+            max_seq_len=given.max_seq_len,
+            doc_stride=given.doc_stride,
+        )
+        return cls(intake.tokenizer, intake.limits, texts, form)
+
     @property
     def steps(self) -> tuple[TokenizationTask, ...]:
         """The steps that make a prompt for each window.
@@ -106,6 +142,11 @@ class ContextWindows:
             )
         ]
 
+    def tensors(self, outputs: Sequence[Float32Array]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the answers of all rows as JSON."""
+        texts = [answers_json(row) for row in self.answers(outputs)]
+        return {"answers": np.array(texts, dtype=np.object_)[:, None]}
+
     def count(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of each row, given the tokens of each prompt."""
         return [sum(tokens[part]) for part in self._prompts_of_rows()]
@@ -115,7 +156,7 @@ class ContextWindows:
         return [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def _prompts(self, row: int) -> list[Prompt]:
-        encoding, types = self._tokenizer.encode_pair(self._pairs[row])
+        encoding, types = self._tokenizer.encode_whole(self._pairs[row])
         ids = np.array(encoding.ids, np.int32)
         if not len(ids):
             raise RequestError(
@@ -157,20 +198,44 @@ class ContextWindows:
                 f" {self._max_tokens} (max_seq_len), and two windows share {stride} (doc_stride); send a shorter"
                 " question, a larger max_seq_len or a smaller doc_stride"
             )
-        number = 1 + -(-(count - room) // (room - stride))
-        if number > MAX_WINDOWS or number * self._max_tokens > MAX_WINDOW_TOKENS:
-            raise RequestError(
-                f"row {row}: the context has {count} tokens, which are {number} windows of {self._max_tokens} tokens;"
-                f" allowed: {MAX_WINDOWS} windows with {MAX_WINDOW_TOKENS} tokens. Send a smaller doc_stride, or the"
-                " context in parts"
-            )
-        begins = [index * (room - stride) for index in range(number)]
-        parts = [slice(begin, min(begin + room, count)) for begin in begins]
+        parts = overlapping(
+            count,
+            room,
+            stride,
+            size=self._max_tokens,
+            named=(f"row {row}: the context", "doc_stride"),
+        )
         side: TruncationSide = self._tokenizer.side
         if side == "left":
             # the first window is the end of the context
             parts = [slice(count - part.stop, count - part.start) for part in parts]
         return parts
+
+
+def overlapping(
+    count: int, room: int, overlap: int, *, size: int, named: tuple[str, str]
+) -> list[slice]:
+    """Return the tokens of each window of a text.
+
+    Args:
+        count: number of tokens of the text.
+        room: tokens of the text in a window.
+        overlap: tokens that two windows share, less than `room`.
+        size: tokens of a window with all others.
+        named: names of the text and of the parameter of the overlap, for the error.
+
+    Raises:
+        RequestError: these are too many windows.
+    """
+    step = room - overlap
+    number = 1 + max(0, -(-(count - room) // step))
+    if number > MAX_WINDOWS or number * size > MAX_WINDOW_TOKENS:
+        text, parameter = named
+        raise RequestError(
+            f"{text} has {count} tokens, which are {number} windows of {size} tokens; allowed: {MAX_WINDOWS} windows"
+            f" with {MAX_WINDOW_TOKENS} tokens. Send a smaller {parameter}, or the {text.split()[-1]} in parts"
+        )
+    return [slice(at * step, min(at * step + room, count)) for at in range(number)]
 
 
 def _words(encoding: Encoding, first: int, count: int) -> tuple[_Places, Int32Array]:

@@ -64,7 +64,6 @@ class InputLimits:
         Args:
             row: row of the request, for the error.
             name: name of its input, for the error.
-            data: the whole text.
             cut: side on which a text that is too long is cut; None refuses it.
 
         Raises:
@@ -92,7 +91,6 @@ class InputLimits:
         """Return the length of each row in UTF-8, or raise RequestError.
 
         Args:
-            texts: a text or pair for each row.
             truncate: whether texts that are too long are cut.
         """
         if not texts:

@@ -7,7 +7,7 @@ due first runs next:
 
 The rate is lower than any tokenizer's. Short texts therefore pass long ones, and pass each row of a large request.
 As `due` does not change while others arrive, every step has its turn: only a request that comes before its step is due
-can pass it.
+can pass it. One thread runs short steps only, so a short text never waits for a long step.
 
 Every draft ends in exactly one way: it is accepted as a request, or its reply fails.
 """
@@ -42,6 +42,8 @@ Accept: TypeAlias = Callable[[Request], None]
 
 TOKENIZER_THREADS = 2
 _BYTES_PER_SECOND = 100_000
+# Several short texts that share a step have fewer; a longer one is a long text, or a part of it.
+_SHORT_STEP_BYTES = 1 << 13
 # Longest time between two questions whether the client of a waiting draft is still there.
 _CANCEL_CHECK_SECONDS = 0.02
 _FAILED = "the request could not be read; the server's log says why"
@@ -89,6 +91,11 @@ class _Work:
         self.last_check = self.arrival
 
     @property
+    def is_long(self) -> bool:
+        """Whether its next step is long."""
+        return self.steps[0].num_bytes > _SHORT_STEP_BYTES
+
+    @property
     def due(self) -> float:
         """When its next step is due."""
         num_bytes = self.bytes_done + self.steps[0].num_bytes
@@ -120,7 +127,9 @@ class TokenizerPool:
         self._work = work
         # guards what follows
         self._changed = Condition()
-        self._heap: list[tuple[float, int, _Work]] = []
+        # by whether the next step is long
+        self._heaps: dict[bool, list[tuple[float, int, _Work]]] = {False: [], True: []}
+        self._long_running, self._most_long = 0, max(1, threads - 1)
         self._numbers = count()
         self._requests = 0
         self._bytes = 0
@@ -172,10 +181,17 @@ class TokenizerPool:
     def step(self) -> bool:
         """Run the step that is due first; return whether any waited."""
         with self._changed:
-            if not self._heap:
+            heap = self._next_heap()
+            if heap is None:
                 return False
-            _, _, work = heapq.heappop(self._heap)
+            _, _, work = heapq.heappop(heap)
+            is_long = work.is_long
+            self._long_running += is_long
         self._advance(work)
+        if is_long:
+            with self._changed:
+                self._long_running -= 1
+                self._changed.notify()
         return True
 
     def close(self) -> None:
@@ -196,11 +212,16 @@ class TokenizerPool:
     def _wait(self) -> bool:
         """Block until there is work, and return True; False if the pool closes without any."""
         with self._changed:
-            self._changed.wait_for(lambda: self._heap or self._is_closing)
-            return bool(self._heap)
+            self._changed.wait_for(lambda: self._next_heap() or self._is_closing)
+            return self._next_heap() is not None
+
+    def _next_heap(self) -> list[tuple[float, int, _Work]] | None:
+        """Return the heap whose first step is due next and may run; None without one."""
+        may_run = [False, True] if self._long_running < self._most_long else [False]
+        return min(filter(None, (self._heaps[is_long] for is_long in may_run)), default=None)
 
     def _push(self, work: _Work) -> None:
-        heapq.heappush(self._heap, (work.due, work.number, work))
+        heapq.heappush(self._heaps[work.is_long], (work.due, work.number, work))
 
     def _check_limits(self, draft: Draft) -> None:
         limits, num_bytes, options = self._limits, draft.num_bytes, draft.options

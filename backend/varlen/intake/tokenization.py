@@ -13,6 +13,7 @@ may be the last of the other.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,6 +40,9 @@ _CHARACTERS_PER_TOKEN = 6
 _GROWTH = 4
 # Tokens next to the end of a part that the rest of the text may change, at least: more than most words have.
 _SPARE_TOKENS = 256
+# Characters of a part that is tokenized apart, and characters behind them in which it may end.
+_APART_CHARACTERS = 1 << 13
+_APART_MORE = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,6 @@ class TextTokens:
     """The tokens of a text, for a client.
 
     Attributes:
-        token_ids: id of each token.
         tokens: text of each token as the vocabulary has it, such as `##ing`.
         is_special: whether the tokenizer added the token.
         offsets: first character of the text in each token, and the first one behind it.
@@ -195,10 +198,23 @@ class Tokenizer:
         numbers = [-1 if word is None else word for word in encoding.word_ids]
         return np.array(encoding.ids, np.int32), np.array(numbers, np.intp)
 
-    def encode_pair(self, pair: tuple[str, str]) -> tuple[Encoding, Int32Array | None]:
-        """Return a pair of texts with offsets, and type ids if the model has them."""
-        (encoding,) = _encode(self._whole, [pair], True, with_offsets=True)
-        return encoding, self._type_ids(pair, encoding)
+    def parts_apart(self, text: str) -> list[slice]:
+        """Return parts of a text that are tokenized apart.
+
+        The tokens of the parts, one after the other, are the tokens of the text. A text is one part if it is short, or
+        if this tokenizer has no places where texts can begin.
+        """
+        ends = [0]
+        if self._start is not None:
+            for near in range(_APART_CHARACTERS, len(text) - _APART_MORE, _APART_CHARACTERS):
+                found = self._start.search(text, near, near + _APART_MORE)
+                ends += [] if found is None else [found.end()]
+        return [slice(*bounds) for bounds in pairwise([*ends, len(text)])]
+
+    def encode_whole(self, text: Text) -> tuple[Encoding, Int32Array | None]:
+        """Return a text or a pair with offsets, and type ids, if any."""
+        (encoding,) = _encode(self._whole, [text], True, with_offsets=True)
+        return encoding, self._type_ids(text, encoding)
 
     def tokens_of(
         self,

@@ -102,24 +102,6 @@ class Layout:
         """Number of plans made."""
         return self._kept_plans.cache_info().misses
 
-    def max_tokens_that_fit(self, size: int, most: int, largest: Callable[[int], Dims]) -> int:
-        """Return the largest batch that fits into `size` bytes, in tokens; 0 if none.
-
-        Args:
-            size: number of bytes.
-            most: upper bound of the result.
-            largest: returns the largest dimensions of a batch of this number of tokens. No size falls when a
-                dimension grows, so the offsets of this batch serve all batches of its tokens.
-        """
-        fits, too_many = 0, most + 1
-        while fits + 1 < too_many:
-            middle = (fits + too_many) // 2
-            if self.plan(largest(middle)).footprint <= size:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
-
     def _plan(self, key: tuple[int, ...]) -> ShapePlan:
         began = time.perf_counter()
         dims = dict(zip(self.dim_names, key, strict=True))
@@ -128,6 +110,29 @@ class Layout:
         peak = max((size.at(dims) for size in self._live), default=0)
         self.plan_seconds += time.perf_counter() - began
         return ShapePlan(made.offsets, made.footprint, peak)
+
+
+def max_tokens_that_fit(
+    layouts: Sequence[Layout], size: int, most: int, largest: Callable[[int], Dims]
+) -> int:
+    """Return the largest batch that fits into `size` bytes, in tokens; 0 if none.
+
+    Args:
+        layouts: layouts of programs that run the batch one after another, each in memory of its own.
+        size: number of bytes.
+        most: upper bound of the result.
+        largest: returns the largest dimensions of a batch of this number of tokens. No size falls when a dimension
+            grows, so the offsets of this batch serve all batches of its tokens.
+    """
+    fits, too_many = 0, most + 1
+    while fits + 1 < too_many:
+        middle = (fits + too_many) // 2
+        dims = largest(middle)
+        if sum(layout.plan(dims).footprint for layout in layouts) <= size:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
 
 
 @dataclass(frozen=True, slots=True)

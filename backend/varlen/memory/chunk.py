@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from varlen.memory.cuda_memory import CudaMemory
+
 # Memory is reserved and released in steps of a huge page; on a GPU in larger ones: each takes four calls.
 _STEP, _GPU_STEP = 2 << 20, 16 << 20
 
@@ -88,34 +90,10 @@ class DeviceChunk:
         """Do nothing: graphs hold the addresses."""
 
 
-class AddressSpace(Protocol):
-    """Addresses of a device, at which memory is mapped; see `CudaMemory`."""
-
-    granularity: int
-
-    def reserve(self, size: int) -> int:
-        """Return the first of `size` addresses."""
-
-    def free(self, address: int, size: int) -> None:
-        """Give back addresses."""
-
-    def map(self, address: int, size: int) -> int:
-        """Allocate memory at an address; return its handle."""
-
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        """Release memory at an address."""
-
-    def wait(self) -> None:
-        """Wait until the device has run all that was started."""
-
-    def tensor(self, address: int, size: int) -> Tensor:
-        """Return the bytes at an address, `[size]` uint8."""
-
-
 class MappedChunk:
     """Address space of a GPU, with memory where plans reach."""
 
-    def __init__(self, capacity: int, space: AddressSpace) -> None:
+    def __init__(self, capacity: int, space: CudaMemory) -> None:
         """Reserve addresses for `capacity` bytes, and allocate no memory yet.
 
         Args:
@@ -155,14 +133,14 @@ class MappedChunk:
         return -(-size // self._step)
 
 
-def _unmap(space: AddressSpace, address: int, step: int, handles: list[int], kept: int) -> None:
+def _unmap(space: CudaMemory, address: int, step: int, handles: list[int], kept: int) -> None:
     """Release the memory of all steps but the first ones."""
     while len(handles) > kept:
         handle = handles.pop()
         space.unmap(address + len(handles) * step, step, handle)
 
 
-def _free(space: AddressSpace, address: int, size: int, step: int, handles: list[int]) -> None:
+def _free(space: CudaMemory, address: int, size: int, step: int, handles: list[int]) -> None:
     """Release the memory of a chunk that no one holds, and its addresses."""
     space.wait()
     _unmap(space, address, step, handles, 0)

@@ -1,12 +1,16 @@
-"""Use of the memory of intermediates, of one arena or of several together."""
+"""Use of memory: intermediates of one arena or of several together, and adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from typing import TypeAlias
 
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
+
+# The number of an adapter that was read into memory, and of the one that made room; negative for none.
+Swap: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +58,48 @@ class MemoryUse:
 
 # much faster than `astuple`, which copies deeply
 _values = attrgetter(*(field.name for field in fields(MemoryUse)))
+
+
+class AdapterUse:
+    """Adapters in the memory of one worker. One thread records, and others may read."""
+
+    def __init__(self, count: int) -> None:
+        """Start with none of `count` adapters in memory."""
+        self._loads, self._evictions, self._held = [0] * count, [0] * count, [0] * count
+
+    def record(self, swaps: Iterable[Swap]) -> None:
+        """Count adapters that the worker has exchanged since the last call."""
+        for loaded, evicted in swaps:
+            if loaded >= 0:
+                self._loads[loaded] += 1
+                self._held[loaded] = 1
+            if evicted >= 0:
+                self._evictions[evicted] += 1
+                self._held[evicted] = 0
+
+    def forget(self) -> None:
+        """Start with the memory of the next worker; totals go on."""
+        self._held = [0] * len(self._held)
+
+    @staticmethod
+    def metrics(
+        uses: Sequence[AdapterUse], adapters: Sequence[tuple[str, str]], num_bytes: int
+    ) -> MetricsSnapshot:
+        """Return the gauges and totals of several workers together.
+
+        Args:
+            adapters: names, and reasons why adapters are refused.
+            num_bytes: memory of one adapter in a worker.
+        """
+        found: dict[SnapshotMetric | tuple[SnapshotMetric, str], float] = {}
+        for number, (name, _) in enumerate(adapters if uses else ()):
+            loads, evictions, held = (
+                sum(counts[number] for counts in each)
+                for each in zip(
+                    *((use._loads, use._evictions, use._held) for use in uses), strict=True
+                )
+            )
+            found[SnapshotMetric.ADAPTER_LOADS, name] = loads
+            found[SnapshotMetric.ADAPTER_EVICTIONS, name] = evictions
+            found[SnapshotMetric.ADAPTER_BYTES, name] = held * num_bytes
+        return found

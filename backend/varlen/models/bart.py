@@ -8,13 +8,15 @@ saves them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.bart_layers import Bart, BartEmbedding
-from varlen.models.blocks.embedding_tables import read_tables
+from varlen.models.blocks.embedding_tables import TableNames, read_tables
 from varlen.models.blocks.output import suppress_tokens
 from varlen.models.blocks.seq2seq_layers import (
     DecoderLayer,
@@ -23,7 +25,6 @@ from varlen.models.blocks.seq2seq_layers import (
     SelfAttention,
     SourceAttention,
 )
-from varlen.models.blocks.sinusoidal import m2m_positions, marian_positions
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -38,7 +39,6 @@ from varlen.models.checkpoint.config_file import (
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.models.checkpoint.table_names import TableNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -256,7 +256,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
         encoder_norm=parts.last_norm("encoder"),
         encoder_heads=encoder_heads,
         target_embedding=parts.embedding("decoder", tables.target),
-        decoder_layers=read.layers(
+        layers=read.layers(
             decoder.num_layers,
             lambda reader, index: _BartReader(config, reader).decoder_layer(index),
         ),
@@ -343,11 +343,11 @@ class _BartReader:
                 learned = read.tensor(name, rows + LEARNED_OFFSET, hidden)
                 return read.computed(lambda: learned[LEARNED_OFFSET:])
             case "marian":
-                return read.computed(lambda: marian_positions(rows, hidden).to(table.weight))
+                make = partial(_marian_positions, rows, hidden)
             case "m2m":
-                return read.computed(
-                    lambda: m2m_positions(rows, hidden, first=first).to(table.weight)
-                )
+                make = partial(_m2m_positions, rows, hidden, first=first)
+        # on the device and in the dtype of the embeddings, to which it is added
+        return read.computed(lambda: make().to(table.device, table.weight.dtype))
 
     def _inputs(self, at: str, stack: StackConfig, *parts: str) -> Linear:
         hidden, names = self._config.hidden, [f"{at}.{part}" for part in parts]
@@ -372,6 +372,35 @@ _COMPUTED = frozenset(
     for stack in ("encoder", "decoder")
     for tensor in ("weight", "weights")
 )
+
+
+def _marian_positions(positions: int, hidden: int) -> Tensor:
+    """Return Marian's table, `[positions, hidden]` fp32: sines of all angles, then cosines.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; the orders of features follow transformers.
+    """
+    import torch
+
+    feature = torch.arange(0, hidden, 2, dtype=torch.float64)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (feature / hidden)
+    # an odd number of features has one cosine less
+    return torch.cat([angles.sin(), angles.cos()[:, : hidden // 2]], dim=1).float()
+
+
+def _m2m_positions(positions: int, hidden: int, *, first: int) -> Tensor:
+    """Return the table of M2M-100, `[positions, hidden]` fp32: sines of all angles, then cosines.
+
+    Args:
+        hidden: features of a token, at least 4; a last odd one is 0.
+    """
+    import torch
+
+    half = hidden // 2
+    # fp32 throughout, as transformers computes them
+    steps = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
+    angles = torch.arange(first, first + positions).float()[:, None] * steps
+    table = torch.cat([angles.sin(), angles.cos()], dim=1)
+    return torch.nn.functional.pad(table, (0, hidden % 2))
 
 
 def _family(name: str, tokenizer_class: str) -> Family[Bart]:

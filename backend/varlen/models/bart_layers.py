@@ -69,20 +69,15 @@ class Bart:
     encoder_norm: Norm | None
     encoder_heads: AttentionHeads
     target_embedding: BartEmbedding
-    decoder_layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer, ...]
     decoder_norm: Norm | None
     attention_heads: AttentionHeads
     output: Linear
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers of the decoder."""
-        return len(self.decoder_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of targets below this are valid."""
-        return self.target_embedding.token_table.vocab_size
+    def token_table(self) -> TokenTable:
+        """The embeddings of tokens of targets."""
+        return self.target_embedding.token_table
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""
@@ -97,15 +92,15 @@ class Bart:
             )
             stream.add(layer.attention.output.record(ops, context))
             stream.add(layer.mlp.record(ops, stream.x))
-        for number, decoder_layer in enumerate(self.decoder_layers):
+        for number, decoder_layer in enumerate(self.layers):
             kv = decoder_layer.source.kv.record(ops, stream.x)
             cross.store(ops, number, kv, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
         """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
         heads = self.attention_heads
-        stream = _stream(ops, self.target_embedding, self.decoder_layers, self.decoder_norm)
-        for number, layer in enumerate(self.decoder_layers):
+        stream = _stream(ops, self.target_embedding, self.layers, self.decoder_norm)
+        for number, layer in enumerate(self.layers):
             qkv = layer.attention.qkv.record(ops, stream.x)
             context = attention.record(ops, number, qkv, heads)
             stream.add(layer.attention.output.record(ops, context))
@@ -117,7 +112,7 @@ class Bart:
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-        return record_output(ops, self.output, hidden, self.vocab_size)
+        return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
 
 def _stream(

@@ -4,8 +4,9 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 `fetch` accepts what the server loads.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from varlen.config import RerankForm
@@ -23,15 +24,18 @@ from varlen.models.checkpoint.config_fields import (
 )
 from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
 from varlen.models.checkpoint.extraction import (
+    LABELS_TOKENIZER,
+    SCHEMA_MODEL,
     ExtractionConfig,
+    LabelEncoderConfig,
     is_extraction,
     read_extraction,
+    read_schema_model,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
-from varlen.models.checkpoint.folder_forms import check_is_folder
-from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.folder_forms import check_is_folder, check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
@@ -43,6 +47,7 @@ from varlen.models.checkpoint.logit_score import (
     check_score_tokens,
     find_logit_score,
 )
+from varlen.models.checkpoint.m3_heads import M3Heads, read_m3_heads
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
@@ -50,15 +55,21 @@ from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
+    TokenizerSettings,
     check_padding_side,
     read_tokenizer_settings,
 )
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
-from varlen.models.checkpoint.vector_layers import VectorConfig, check_layers, check_widths
+from varlen.models.checkpoint.vector_layers import (
+    LayerMix,
+    VectorConfig,
+    check_layers,
+    check_widths,
+)
 from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part
 from varlen.request.row_parameters import TruncationSide
-from varlen.tasks import TASKS, Task
+from varlen.tasks import TASKS, Task, further_problem
 from varlen_kernels import Pooling
 
 # Tasks of a model with a vector for each token.
@@ -81,10 +92,11 @@ class Checkpoint:
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
         adapter: the adapter for a task that is merged into its weights; None for none.
-        architecture: name of its class in transformers.
         task: the task of its modules, else the task of its head.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
         dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
+        layer_mix: weights of the outputs of layers, whose mean `embed` pools; None pools the output of the last layer.
+        rounds: whether `embed` rounds vectors to whole numbers.
         normalize: whether these tasks divide a vector by its length, by default.
         prompts: texts that they put before texts, by name.
         default_prompt: the one that it takes if a request names none.
@@ -95,7 +107,8 @@ class Checkpoint:
         router: its routes, if queries of `sparse_embed` are looked up.
         longest_query: longest query that is looked up, in tokens; None where no file has it.
         masked_lm: the head of a masked language model, None if it has none.
-        extraction: settings of `extract`, if it is a model of GLiNER.
+        extraction: settings of `extract`, if it is a model of GLiNER or GLiNER2.
+        m3: its heads for terms and for tokens, if it is like bge-m3.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
         has_second_type: whether its model has more than one type of token.
@@ -122,6 +135,8 @@ class Checkpoint:
     task: Task
     pooling: tuple[Pooling, ...]
     dense: tuple[VectorConfig, ...]
+    layer_mix: LayerMix | None
+    rounds: bool
     normalize: bool
     prompts: Mapping[str, str]
     default_prompt: str
@@ -133,6 +148,7 @@ class Checkpoint:
     longest_query: int | None
     masked_lm: MaskedLMLayout | None
     extraction: ExtractionConfig | None
+    m3: M3Heads | None
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
@@ -171,69 +187,31 @@ class Checkpoint:
         folder = Path(folder)
         check_is_folder(folder)
         check_is_transformer(folder)
-        static, router, extraction = static_folder(folder), read_router(folder), None
-        body = static or (folder / router.transformer if router else folder)
-        if static is None:
-            given, extraction = _read_given(body)
-            config, ignored = _read_config(given, ignore_config_fields)
-        else:
-            config, ignored = static_config(static), IgnoredFields((), ())
-        family = family_of(config)
-        architecture = _architecture(config, family)
-        sizes = family.read_sizes(config)
-        sentence = read_sentence_settings(
-            folder,
-            pooling=family.read_pooling(config) or _default_pooling(architecture),
-            transformer=family.own_transformer,
-            router=router,
-        )
-        if static is not None and not has_file(folder, "modules.json"):
-            sentence = replace(sentence, normalize=config["normalize"])
-        tokenizer = read_tokenizer_settings(
-            body,
-            family,
-            config,
-            lowercase=sentence.lowercase,
-            reads_config=static is None,
-        )
-        longest_query = None
-        if router is not None:
-            of_queries = read_tokenizer_settings(
-                folder / router.queries, family, config, lowercase=False
-            )
-            router.check_tokenizers(folder, of_queries, tokenizer)
-            longest_query = of_queries.max_length
-        if sentence.logit_score is None:
-            template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
-            found = find_logit_score(folder, rerank_form, architecture, template)
-            sentence = replace(sentence, logit_score=found)
-        elif rerank_form != "auto":
-            raise CheckpointError(
-                f"rerank_form is {rerank_form}, and modules.json has the module LogitScore, which says how the"
-                " checkpoint ranks; leave rerank_form out"
-            )
+        model = _Model.read(folder, ignore_config_fields)
+        config, family, sizes = model.config, model.family, model.sizes
+        architecture = model.architecture
+        sentence = _read_sentence(model)
+        tokenizer, longest_query = _read_tokenizers(model, lowercase=sentence.lowercase)
+        template = tokenizer.chat_templates.get(DEFAULT_TEMPLATE)
+        sentence = _with_logit_score(sentence, model, rerank_form, template)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
         if late is not None:
             late = replace(late, text_length=trained_limit)
             trained_limit = max(trained_limit, late.longest_text)
         has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
-        check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
-        head_task = family.architectures[architecture]
-        has_labels = TASKS[head_task].has_labels or head_task == "question_answer"
-        if sentence.logit_score is not None:
-            has_labels = True
-            check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
             folder=folder,
-            weights_folder=body,
+            weights_folder=model.body,
             config=config,
-            ignored=ignored,
+            ignored=model.ignored,
             adapter=read_adapter(config, adapter),
             architecture=architecture,
-            task="extract" if extraction else _task(sentence, family, config, architecture),
+            task="extract" if model.extraction else _task(sentence, family, config, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
+            layer_mix=sentence.layer_mix,
+            rounds=sentence.rounds,
             normalize=sentence.normalize,
             prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
@@ -241,10 +219,11 @@ class Checkpoint:
             splade=sentence.splade or SpladeConfig(),
             logit_score=sentence.logit_score,
             late=late,
-            router=router,
+            router=model.router,
             longest_query=longest_query,
             masked_lm=_masked_lm(config, family, architecture),
-            extraction=extraction,
+            extraction=model.extraction,
+            m3=None if late else read_m3_heads(folder, sizes.hidden, tokenizer.special_tokens),
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
@@ -252,7 +231,7 @@ class Checkpoint:
             tokenizer_class=tokenizer.class_name,
             has_token_types=has_second_type and tokenizer.gives_types,
             truncation_side=tokenizer.truncation_side,
-            labels=_labels(config, sentence, head_task) if has_labels else NO_LABELS,
+            labels=_labels(config, sentence, family.architectures[architecture]),
             uncounted_token=sizes.uncounted_token,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
@@ -278,8 +257,17 @@ class Checkpoint:
             return self.dense[-1].out_features
         return len(self.pooling) * self.hidden_size
 
+    def vector_size(self, task: Task) -> int:
+        """Return the features of a vector of `embed` or `token_embed`."""
+        layers = self.vector_layers(task)
+        return layers[-1].out_features if layers else self.embedding_size
+
     def vector_layers(self, task: Task) -> tuple[VectorConfig, ...]:
-        """Return the layers that a task applies to pooled vectors."""
+        """Return the layers that a task applies to pooled vectors, or to tokens."""
+        if self.m3 is not None:
+            own = {"sparse_embed": self.m3.sparse, "token_embed": self.m3.vectors}.get(task)
+            if own is not None:
+                return (own,)
         return self.dense if TASKS[task].width == "embedding" else ()
 
     @property
@@ -290,12 +278,17 @@ class Checkpoint:
         if self.extraction is not None:
             return ("extract",)
         family = self.family
+        heads: tuple[Task, ...] = ("sparse_embed", "token_embed")
+        own = [task for task in heads if self._has_m3(task)]
         served = [
-            task
-            for task in family.tasks
-            if task not in ("token_embed", "extract")
-            and (task != "generate" or self.is_causal)
-            and family.heads.get(task, self.architecture) == self.architecture
+            *own,
+            *(
+                task
+                for task in family.tasks
+                if task not in ("token_embed", "extract")
+                and (task != "generate" or self.is_causal)
+                and family.heads.get(task, self.architecture) == self.architecture
+            ),
         ]
         return tuple(dict.fromkeys((self.task, *served)))
 
@@ -337,8 +330,9 @@ class Checkpoint:
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether texts get the special tokens of tokenizer.json: static embeddings read none."""
-        return bool(self.config["model_type"] != STATIC)
+        """Whether texts get the special tokens of tokenizer.json: static embeddings and GLiNER2 read none."""
+        has_prompt = self.extraction is not None and self.extraction.count_layer is not None
+        return bool(self.config["model_type"] != STATIC) and not has_prompt
 
     @property
     def pair_prefixes(self) -> tuple[str, str] | None:
@@ -364,7 +358,7 @@ class Checkpoint:
         self._check_extraction(task)
         if task == "question_answer":
             check_padding_side(self.folder)
-        needed = family.heads.get(task)
+        needed = None if self._has_m3(task) else family.heads.get(task)
         if task == "rerank" and self.logit_score is not None:
             needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
         if needed is not None and needed != self.architecture:
@@ -384,17 +378,59 @@ class Checkpoint:
         if self.adapter is not None:
             check_factors(headers, self.adapter)
         family.check_tensors(headers, self.config, self.head, self._load_extraction)
-        if TASKS[task].needs_masked_lm:
+        if TASKS[task].needs_masked_lm and not self._has_m3(task):
             assert self.masked_lm is not None
             load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
         check_layers(self.folder, self.vector_layers(task))
+        if task == "embed" and self.layer_mix is not None:
+            self.layer_mix.check(self.folder)
         if self.router is not None and task == "sparse_embed":
             self.router.check_table(self.folder, self.vocab_size)
+
+    @property
+    def runs_output(self) -> bool:
+        """Whether its model may run an output layer: it generates, or answers in words."""
+        return (
+            self.family.kind == "encoder_decoder"
+            or self.logit_score is not None
+            or self.task == "generate"
+        )
+
+    def may_leave_out(self, layer: str) -> bool:
+        """Return whether a layer that a program does not run changes no result of it."""
+        headers, family = read_headers(self.weights_folder), self.family
+        reader = HeaderReader(headers)
+        family.load(reader, self.config, self.head)
+        return reader.may_be_left_out(layer, lambda name: family.is_unused(name, headers))
+
+    def check_outputs(self, task: Task, further: Sequence[Task]) -> None:
+        """Raise CheckpointError unless a task and further outputs can be served; see `check_task`."""
+        self.check_task(task)
+        problem = further_problem(task, further)
+        if "token_embed" in further and self.late is not None:
+            problem = "its queries and documents are those of token_embed: serve it with the task token_embed"
+        if "embed" in further and not self.pools_prompt:
+            problem = "its prompts are not pooled, which only the task embed knows: serve it with that task"
+        if further and self.router is not None:
+            problem = "its queries are looked up and pass no model, so they have no other output"
+        if problem is not None:
+            raise CheckpointError(f"outputs is {', '.join(further)}: {problem}")
+        for each in further:
+            self.check_task(each)
+
+    def _has_m3(self, task: Task) -> bool:
+        """Whether a head of bge-m3 serves a task."""
+        heads = self.m3
+        if heads is None:
+            return False
+        return (task == "sparse_embed" and heads.sparse is not None) or (
+            task == "token_embed" and heads.vectors is not None
+        )
 
     def _check_late(self, task: Task, family: Family[object]) -> None:
         """Raise CheckpointError unless a vector for each token is what the task needs."""
         if self.late is None:
-            if task == "token_embed":
+            if task == "token_embed" and not self._has_m3(task):
                 raise CheckpointError(
                     'task "token_embed" needs a model with a vector for each token, saved by MultiVectorEncoder of'
                     " sentence-transformers or by PyLate; this one is not"
@@ -421,23 +457,148 @@ class Checkpoint:
             return
         if self.extraction is None:
             raise CheckpointError(
-                'task "extract" needs a model of GLiNER, whose folder has gliner_config.json; this one is not'
+                'task "extract" needs a model of GLiNER or GLiNER2; this one is not'
             )
         raise CheckpointError(
-            f'task "{task}" is not served with a model of GLiNER; allowed: extract'
+            f'task "{task}" is not served with a model of GLiNER or GLiNER2; allowed: extract'
         )
 
     def _load_extraction(self, read: LayerReader) -> object:
-        return None if self.extraction is None else load_extraction(read, self.extraction)
+        if self.extraction is None:
+            return None
+        if self.extraction.labels is not None:
+            config = self.extraction.labels.config
+            headers = read_headers(self.weights_folder, of_labels=True)
+            family_of(config).check_tensors(headers, config, encoder_head(config))
+        return load_extraction(read, self.extraction)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The transformer of a folder, as its configuration says.
+
+    Attributes:
+        folder: folder of the checkpoint.
+        body: folder of config.json, the weights and the tokenizer.
+        given: config.json as it is; empty for static embeddings, whose configuration varlen makes.
+        config: config.json in the form that families read.
+        is_static: whether it has only embeddings of tokens.
+    """
+
+    folder: Path
+    body: Path
+    given: Json
+    config: Json
+    ignored: IgnoredFields
+    is_static: bool
+    router: Router | None
+    extraction: ExtractionConfig | None
+    family: Family[object]
+    architecture: str
+    sizes: ModelSizes
+
+    @classmethod
+    def read(cls, folder: Path, ignore: Collection[str]) -> "_Model":
+        """Return the model of a folder, once its configuration is checked."""
+        static, router, extraction = static_folder(folder), read_router(folder), None
+        body = static or (folder / router.transformer if router else folder)
+        given: Json = {}
+        if static is None:
+            given, extraction = _read_given(body)
+            config, ignored = _read_config(given, ignore)
+            if extraction is not None and extraction.labels is not None:
+                extraction = replace(extraction, labels=_labels_of(body, extraction.labels, ignore))
+        else:
+            config, ignored = static_config(static), IgnoredFields((), ())
+        family = family_of(config)
+        return cls(
+            folder=folder,
+            body=body,
+            given=given,
+            config=config,
+            ignored=ignored,
+            is_static=static is not None,
+            router=router,
+            extraction=extraction,
+            family=family,
+            architecture=_architecture(config, family),
+            sizes=family.read_sizes(config),
+        )
+
+
+def _read_sentence(model: _Model) -> SentenceSettings:
+    """Return the settings of the steps around the transformer."""
+    family, config = model.family, model.config
+    sentence = read_sentence_settings(
+        model.folder,
+        pooling=family.read_pooling(config) or _default_pooling(model.architecture),
+        config=model.given | config,
+        transformer=family.own_transformer,
+        router=model.router,
+    )
+    if sentence.layer_mix is not None and not family.names_layers:
+        raise CheckpointError(
+            f'modules.json has a module "WeightedLayerPooling", which is not served with model_type'
+            f' "{config["model_type"]}"; allowed: with relatives of BERT and DeBERTa'
+        )
+    check_widths(sentence.dense, len(sentence.pooling) * model.sizes.hidden)
+    if model.is_static and not has_file(model.folder, "modules.json"):
+        return replace(sentence, normalize=config["normalize"])
+    return sentence
+
+
+def _read_tokenizers(model: _Model, *, lowercase: bool) -> tuple[TokenizerSettings, int | None]:
+    """Return the settings of the tokenizer, and the longest query of a route for queries."""
+    read = partial(read_tokenizer_settings, family=model.family, model_config=model.config)
+    tokenizer = read(model.body, lowercase=lowercase, reads_config=not model.is_static)
+    if model.router is None:
+        return tokenizer, None
+    of_queries = read(model.folder / model.router.queries, lowercase=False)
+    model.router.check_tokenizers(model.folder, of_queries, tokenizer)
+    return tokenizer, of_queries.max_length
+
+
+def _with_logit_score(
+    sentence: SentenceSettings, model: _Model, rerank_form: RerankForm, template: str | None
+) -> SentenceSettings:
+    """Return the settings with the score of two logits, if a reranker has one."""
+    if sentence.logit_score is None:
+        found = find_logit_score(model.folder, rerank_form, model.architecture, template)
+        sentence = replace(sentence, logit_score=found)
+    elif rerank_form != "auto":
+        raise CheckpointError(
+            f"rerank_form is {rerank_form}, and modules.json has the module LogitScore, which says how the"
+            " checkpoint ranks; leave rerank_form out"
+        )
+    if sentence.logit_score is not None:
+        check_score_tokens(sentence.logit_score, read_int(model.config, "vocab_size"))
+    return sentence
 
 
 def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
-    """Return config.json, or what gliner_config.json has in place of it."""
-    return (
-        read_extraction(folder)
-        if is_extraction(folder)
-        else (read_object(folder, "config.json"), None)
-    )
+    """Return config.json, or what GLiNER and GLiNER2 have in place of it."""
+    if is_extraction(folder):
+        return read_extraction(folder)
+    config = read_object(folder, "config.json")
+    if config.get("model_type") == SCHEMA_MODEL:
+        return read_schema_model(folder, config)
+    return config, None
+
+
+def _labels_of(
+    folder: Path, labels: LabelEncoderConfig, ignore: Collection[str]
+) -> LabelEncoderConfig:
+    """Return an encoder of labels with what its family and its tokenizer say."""
+    config, _ = _read_config(labels.config, ignore)
+    family = family_of(config)
+    tokenizer = read_tokenizer_settings(folder / LABELS_TOKENIZER, family, config, lowercase=False)
+    positions = family.read_sizes(config).positions
+    return replace(labels, config=config, longest=min(positions, tokenizer.max_length or positions))
+
+
+def encoder_head(config: Json) -> HeadConfig:
+    """Return what an encoder without a head has on top of it."""
+    return HeadConfig(_architecture(config, family_of(config)), "embed")
 
 
 def _read_config(given: Json, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
@@ -478,11 +639,14 @@ def _task(
 
 
 def _labels(config: Json, sentence: SentenceSettings, head_task: Task) -> Labels:
+    """Return the labels of a head; none for a head without any."""
     # a score has one label, whatever config.json says of classifiers, and an answer a beginning and an end
     if sentence.logit_score is not None:
         config = {"num_labels": 1}
     elif head_task == "question_answer":
         config = {"num_labels": 2}
+    elif not TASKS[head_task].has_labels:
+        return NO_LABELS
     return read_labels(config, sentence.activation_class)
 
 

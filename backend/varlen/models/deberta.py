@@ -424,6 +424,7 @@ _LATER_FIELDS = frozenset(
 )
 
 FAMILY = Family(
+    names_layers=True,
     architectures={
         "DebertaV2Model": "embed",
         "DebertaV2ForMaskedLM": "embed",
@@ -449,6 +450,8 @@ FAMILY = Family(
     ),
     tokenizer_class="DebertaV2Tokenizer",
     masked_lm=_masked_lm,
+    # the layers of queries and keys also make tables of distances when they are loaded
+    takes_adapters=False,
     # its mask hides a token both as a key and as a query
     may_have_unattended_tokens=False,
 )

@@ -88,16 +88,7 @@ class Deberta:
     norm_eps: float
     scale: float
     heads: Heads
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
+    type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
@@ -107,10 +98,12 @@ class Deberta:
             x = self.projection.record(ops, x)
         norm = self.embedding_norm
         x = ops.layer_norm(x, norm.weight, norm.bias, eps=self.norm_eps)
+        ops.layer_output(x)
         for index, layer in enumerate(self.layers):
             before, x = x, self._record_layer(ops, layer, x)
             if self.convolution is not None and index == 0:
                 x = self.convolution.record(ops, before, x, eps=self.norm_eps)
+            ops.layer_output(x)
         return x
 
     def _record_layer(self, ops: Recorder, layer: DebertaLayer, x: Value) -> Value:

@@ -10,13 +10,13 @@ saves them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
-from varlen.models.blocks.output import read_output
-from varlen.models.blocks.rotary import rotary_table
-from varlen.models.blocks.score_head import read_logit_score, read_score
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.rotary import read_rotary_tables
+from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -32,7 +32,7 @@ from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.models.llama import Llama, LlamaLayer, read_heads
+from varlen.models.llama import Llama, LlamaLayer, read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 from varlen.tasks import Task
 from varlen_kernels import Activation
@@ -67,6 +67,7 @@ class Options:
         score_cap, logit_cap: limits where config.json does not say them; None is no limit.
         has_post_norms: whether the results of both parts of a layer are normed.
         has_head_norms: whether queries and keys are normed.
+        attention_norms: names of the norms before and after the attention.
     """
 
     fields: frozenset[str] = frozenset()
@@ -76,6 +77,7 @@ class Options:
     logit_cap: float | None = None
     has_post_norms: bool = True
     has_head_norms: bool = False
+    attention_norms: tuple[str, str] = ("input", "post_attention")
 
 
 _SCORE_CAP = "attn_logit_softcapping"
@@ -89,6 +91,14 @@ OPTIONS: Mapping[str, Options] = {
         _WINDOW_FIELDS | {_BOTH_WAYS, "rope_local_base_freq", "sliding_window_pattern"},
         every=6,
         has_head_norms=True,
+    ),
+    # a part of T5Gemma
+    "t5_gemma_module": Options(
+        _WINDOW_FIELDS | {_SCORE_CAP},
+        every=2,
+        score_cap=50.0,
+        logit_cap=30.0,
+        attention_norms=("pre_self_attn", "post_self_attn"),
     ),
 }
 
@@ -204,49 +214,57 @@ class GemmaConfig(declare.ConfigFields):
 
 def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     """Return the Gemma, Gemma 2 or Gemma 3 of a checkpoint; see `Family`."""
-    config, options = GemmaConfig.read(fields), _options(fields)
-    shape = config.vocab_size, config.hidden
+    config = GemmaConfig.read(fields)
     prefix = next((each for each in _PREFIXES if f"{each}embed_tokens.weight" in read), "")
-    table_name = f"{prefix}embed_tokens.weight"
-    table = read.token_table(table_name, *shape)
+    model = read_stack(read, fields, prefix)
+    if head.logit_score is not None and config.logit_cap:
+        raise CheckpointError(
+            f"config.json has final_logit_softcapping {config.logit_cap:g}; a score of two logits (the module"
+            " LogitScore) is served without it"
+        )
+    is_part = "language_model.lm_head.weight" in read
+    output, heads = read_top(
+        read,
+        head,
+        model.token_table,
+        config.hidden,
+        is_tied=config.has_tied_output,
+        table_name=f"{prefix}embed_tokens.weight",
+        output_name="language_model.lm_head" if is_part else "lm_head",
+    )
+    return replace(model, output=output, heads=heads)
+
+
+def read_stack(
+    read: LayerReader, fields: Json, prefix: str, *, is_for_first_stage: bool = False
+) -> Llama:
+    """Return the layers of a checkpoint, without an output layer and heads.
+
+    Args:
+        fields: config.json, or the part of these layers.
+        prefix: beginning of the names of their tensors.
+        is_for_first_stage: see `LayerReader.layers`.
+    """
+    config, options = GemmaConfig.read(fields), _options(fields)
+    table = read.token_table(f"{prefix}embed_tokens.weight", config.vocab_size, config.hidden)
     layers = read.layers(
         len(config.windows),
         lambda reader, index: _read_layer(
             reader, config, options, f"{prefix}layers.{index}", config.windows[index]
         ),
+        is_for_first_stage=is_for_first_stage,
     )
-    final_norm = _read_norm(read.last, f"{prefix}norm", config.hidden)
-    output, output_name = None, "lm_head"
-    if f"language_model.{output_name}.weight" in read:
-        output_name = f"language_model.{output_name}"
-    if head.architecture.endswith("ForCausalLM"):
-        is_tied = config.has_tied_output
-        output = read_output(read, table, *shape, is_tied=is_tied, name=output_name)
-    heads = read_score(read, head, config.hidden)
-    if head.logit_score is not None:
-        if config.logit_cap:
-            raise CheckpointError(
-                f"config.json has final_logit_softcapping {config.logit_cap:g}; a score of two logits (the module"
-                " LogitScore) is served without it"
-            )
-        name = table_name if config.has_tied_output else f"{output_name}.weight"
-        heads = read_logit_score(read, head.logit_score, name, *shape)
 
-    def cos_sin(rotary: RotaryConfig) -> Tensor:
-        return read.computed(lambda: rotary_table(rotary, config.heads.dim, table.device))
-
-    # layers with equal positions share one table
-    tables = {rotary: cos_sin(rotary) for rotary in dict.fromkeys(config.rotary)}
     return Llama(
         token_table=table,
-        cos_sin=tuple(tables[rotary] for rotary in config.rotary),
+        cos_sin=read_rotary_tables(read, config.rotary, config.heads.dim, table),
         layers=layers,
-        final_norm=final_norm,
+        final_norm=read_norm(read.last, f"{prefix}norm", config.hidden),
         projection=None,
-        output=output,
+        output=None,
         attention_heads=read.heads(config.heads),
         norm_eps=config.norm_eps,
-        heads=heads,
+        heads=Heads(),
         activation=config.activation,
         embedding_scale=read.computed(lambda: _rounded(config.hidden**0.5, table.weight)),
         score_scale=config.score_scale,
@@ -260,7 +278,7 @@ def _rounded(number: float, like: Tensor) -> float:
     return float(like.new_tensor(number, device="cpu"))
 
 
-def _read_norm(read: LayerReader, name: str, size: int) -> Tensor:
+def read_norm(read: LayerReader, name: str, size: int) -> Tensor:
     """Return the weight of a norm, `[size]`, which is saved as the distance from 1."""
     weight = read.tensor(f"{name}.weight", size)
     return read.computed(lambda: weight + 1)
@@ -269,18 +287,17 @@ def _read_norm(read: LayerReader, name: str, size: int) -> Tensor:
 def _read_layer(
     read: LayerReader, config: GemmaConfig, options: Options, name: str, window: int
 ) -> LlamaLayer:
-    hidden, inner, heads = config.hidden, config.inner, config.heads
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    hidden, heads, attention = config.hidden, config.heads, f"{name}.self_attn"
     key_width, has_bias = heads.keys * heads.dim, config.has_attention_bias
 
     def norm(part: str) -> Tensor:
-        return _read_norm(read, f"{name}.{part}_layernorm", hidden)
+        return read_norm(read, f"{name}.{part}_layernorm", hidden)
 
     def head_norm(part: str) -> Tensor:
-        return _read_norm(read, f"{attention}.{part}_norm", heads.dim)
+        return read_norm(read, f"{attention}.{part}_norm", heads.dim)
 
     return LlamaLayer(
-        attention_norm=norm("input"),
+        attention_norm=norm(options.attention_norms[0]),
         qkv=read.linear(
             [f"{attention}.{part}_proj" for part in "qkv"],
             hidden,
@@ -293,16 +310,9 @@ def _read_layer(
         attention_output=read.linear(
             [f"{attention}.o_proj"], heads.width, [hidden], bias=has_bias, split="inputs"
         ),
-        attention_post_norm=norm("post_attention") if options.has_post_norms else None,
+        attention_post_norm=norm(options.attention_norms[1]) if options.has_post_norms else None,
         mlp_norm=norm("pre_feedforward" if options.has_post_norms else "post_attention"),
-        gate_up=read.linear(
-            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-            hidden,
-            [inner, inner],
-            bias=False,
-            split="outputs",
-        ),
-        down=read.linear([f"{mlp}.down_proj"], inner, [hidden], bias=False, split="inputs"),
+        mlp=read_gated_mlp(read, f"{name}.mlp", (hidden, config.inner)),
         mlp_post_norm=norm("post_feedforward") if options.has_post_norms else None,
         window=window,
     )

@@ -85,21 +85,7 @@ class Gpt2:
     attention_heads: AttentionHeads
     activation: Activation
     norm_eps: float
-
-    @property
-    def num_layers(self) -> int:
-        """Number of its attention layers."""
-        return len(self.layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
-    def heads(self) -> Heads:
-        """The layers on top of it: none."""
-        return Heads()
+    heads: Heads = Heads()
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
@@ -123,7 +109,7 @@ class Gpt2:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        return record_output(ops, self.output, hidden, self.vocab_size)
+        return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
     def _add_norm(
         self, ops: Recorder, x: Value, residual: Value, norm: Norm

@@ -1,6 +1,7 @@
 """The Llama family: rotary positions, grouped heads, gated feed-forward parts, RMS norms.
 
-Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false.
+Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false. Relatives
+with files of their own change what `load` returns.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,
 arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys); tensor names as Hugging
 Face transformers saves them.
@@ -8,15 +9,17 @@ Face transformers saves them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.output import read_output, record_output
-from varlen.models.blocks.rotary import RotaryPositions, rotary_table
-from varlen.models.blocks.score_head import read_logit_score, read_score
+from varlen.models.blocks.feed_forward import Experts, FeedForward
+from varlen.models.blocks.output import record_output
+from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
+from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -34,6 +37,7 @@ from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
+from varlen.tasks import Task
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
@@ -60,6 +64,11 @@ class Options:
         head_dim: features of a head where config.json does not say them; None derives them.
         window: last tokens that a token reads where config.json does not say it; None is all.
         norm_eps: added to the mean square of norms where config.json does not say it.
+        theta: base of rotary positions where config.json does not say it.
+        head_norm_names: names of the norms of queries and keys, if they are normed.
+        are_head_norms_last: whether these norms follow rotary positions.
+        is_fused: whether a file has one matrix for queries, keys and values, and one for gates and what they multiply.
+        has_partial_rotary: whether config.json may let some features of a head rotate, or have longrope.
     """
 
     fields: frozenset[str] = frozenset()
@@ -68,9 +77,15 @@ class Options:
     head_dim: int | None = None
     window: int | None = None
     norm_eps: float = 1e-6
+    theta: float = 10_000.0
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    are_head_norms_last: bool = False
+    is_fused: bool = False
+    has_partial_rotary: bool = False
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_PARTIAL_ROTARY = frozenset({"original_max_position_embeddings", "partial_rotary_factor"})
 # Fields that only `first_releases` sets.
 _OF_FIRST_RELEASES = frozenset(
     {"pair_prefixes", "projection_size", "score_temperature", "sequence_pooling"}
@@ -82,6 +97,28 @@ OPTIONS: Mapping[str, Options] = {
     "qwen2": Options(_WINDOW_FIELDS, has_qkv_bias=True, window=4096),
     "qwen3": Options(
         _WINDOW_FIELDS | {"attention_bias"}, has_head_norms=True, head_dim=128, window=4096
+    ),
+    "qwen3_moe": Options(
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window"}),
+        has_head_norms=True,
+        window=4096,
+    ),
+    "granite": Options(_BIASES),
+    "smollm3": Options(
+        _BIASES | {"layer_types", "sliding_window", "use_sliding_window"}, theta=2_000_000.0
+    ),
+    "phi3": Options(
+        _PARTIAL_ROTARY | {"sliding_window"},
+        norm_eps=1e-5,
+        is_fused=True,
+        has_partial_rotary=True,
+    ),
+    "hunyuan_v1_dense": Options(
+        frozenset({"attention_bias"}),
+        has_head_norms=True,
+        norm_eps=1e-5,
+        head_norm_names=("query_layernorm", "key_layernorm"),
+        are_head_norms_last=True,
     ),
 }
 # Poolings that config.json names.
@@ -140,9 +177,15 @@ def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
     return AttentionHeads(queries, keys, dim)
 
 
+def _read_rotary(config: Json) -> RotaryConfig:
+    options = OPTIONS[config["model_type"]]
+    dim = _read_heads(config).dim if options.has_partial_rotary else None
+    return read_rotary(config, default_theta=options.theta, partial_dim=dim)
+
+
 def _read_windows(config: Json) -> tuple[int, ...]:
     """Return the window of each layer; 0 where it holds every sequence that is served."""
-    options, positions = OPTIONS[config["model_type"]], read_rotary(config).positions
+    options, positions = OPTIONS[config["model_type"]], _read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
     if window is not None and not kind_fields.is_causal(config):
@@ -199,9 +242,9 @@ class LlamaConfig(declare.ConfigFields):
         _read_heads, "num_attention_heads", "num_key_value_heads", "head_dim"
     )
     rotary: RotaryConfig = declare.computed(
-        read_rotary, "max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"
+        _read_rotary, "max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"
     )
-    positions: int = declare.computed(lambda config: read_rotary(config).positions)
+    positions: int = declare.computed(lambda config: _read_rotary(config).positions)
     vocab_size: int = declare.size("vocab_size")
     width: int = declare.size("hidden_size")
     hidden: int = declare.computed(
@@ -245,7 +288,7 @@ class LlamaLayer:
         attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
         qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
-        gate_up: gate and up, side by side.
+        mlp: the feed-forward part.
         window: number of last tokens that a token reads; 0 is all.
     """
 
@@ -254,8 +297,7 @@ class LlamaLayer:
     head_norms: tuple[Tensor, Tensor] | None
     attention_output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward | Experts
     window: int
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
@@ -266,7 +308,8 @@ class Llama:
     """A decoder of the Llama family in one dtype.
 
     Attributes:
-        cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`.
+        cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`; None for a layer
+            without positions.
         projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
@@ -274,10 +317,11 @@ class Llama:
         embedding_scale: factor of embeddings.
         score_scale: factor of the scores of attention; None is head_dim ** -0.5.
         score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
+        are_head_norms_last: whether the norms of queries and keys follow rotary positions.
     """
 
     token_table: TokenTable
-    cos_sin: tuple[Tensor, ...]
+    cos_sin: tuple[Tensor | None, ...]
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
     projection: Linear | None
@@ -290,16 +334,7 @@ class Llama:
     score_scale: float | None = None
     score_cap: float = 0.0
     logit_cap: float = 0.0
-
-    @property
-    def num_layers(self) -> int:
-        """Number of its attention layers."""
-        return len(self.layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
+    are_head_norms_last: bool = False
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
         """Record the model and return its last hidden state, `[tokens, hidden]`."""
@@ -309,12 +344,11 @@ class Llama:
         norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         x = ops.rms_norm(residual, norms[0], eps=eps)
         for number, layer in enumerate(self.layers):
-            attended = self._record_attention(ops, attention, number, x)
+            attended = self.record_attention(ops, attention, number, x)
             if layer.attention_post_norm is not None:
                 attended = ops.rms_norm(attended, layer.attention_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
-            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind=self.activation)
-            x = layer.down.record(ops, inner)
+            x = self.record_mlp(ops, number, x)
             if layer.mlp_post_norm is not None:
                 x = ops.rms_norm(x, layer.mlp_post_norm, eps=eps)
             residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
@@ -324,57 +358,89 @@ class Llama:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
-        logits = record_output(ops, self.output, hidden, self.vocab_size)
+        logits = record_output(ops, self.output, hidden, self.token_table.vocab_size)
         return ops.tanh(logits, limit=self.logit_cap) if self.logit_cap else logits
 
-    def _record_attention(
-        self, ops: Recorder, attention: Attention, number: int, x: Value
-    ) -> Value:
-        layer, heads = self.layers[number], self.attention_heads
+    def record_attention(self, ops: Recorder, attention: Attention, number: int, x: Value) -> Value:
+        """Record the attention of a layer, given its normed input, and return its output, `[tokens, hidden]`."""
+        layer, heads, cos_sin = self.layers[number], self.attention_heads, self.cos_sin[number]
         qkv = layer.qkv.record(ops, x)
         context = attention.record(
             ops,
             number,
             qkv,
             heads,
-            positions=RotaryPositions(self.cos_sin[number], layer.head_norms, self.norm_eps),
+            positions=None
+            if cos_sin is None
+            else RotaryPositions(
+                cos_sin, layer.head_norms, self.norm_eps, self.are_head_norms_last
+            ),
             scale=self.score_scale,
             window=layer.window,
             soft_cap=self.score_cap,
         )
         return layer.attention_output.record(ops, context)
 
+    def record_mlp(self, ops: Recorder, number: int, x: Value) -> Value:
+        """Record the feed-forward part of a layer, given its normed input, and return its output."""
+        return self.layers[number].mlp.record(ops, x, self.activation)
 
-def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
-    """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
+
+# Returns the feed-forward part of a layer, given its reader, the name of the part and the number of the layer.
+ReadMlp: TypeAlias = Callable[[LayerReader, str, int], FeedForward | Experts]
+
+
+def load(
+    read: LayerReader, fields: Json, head: HeadConfig, read_mlp: ReadMlp | None = None
+) -> Llama:
+    """Return the Llama, or the relative in `OPTIONS`, of a checkpoint; see `Family`.
+
+    Args:
+        read_mlp: reads the feed-forward parts of a relative.
+    """
     config = LlamaConfig.read(fields)
     shape, attention_heads = (config.vocab_size, config.width), read.heads(config.heads)
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
-    layers = read.layers(
-        len(config.windows),
-        lambda reader, index: _read_layer(
-            reader, config, f"{prefix}layers.{index}", config.windows[index]
-        ),
+    options = OPTIONS[fields["model_type"]]
+    gated_mlp = partial(
+        read_gated_mlp,
+        sizes=(config.width, config.inner),
+        bias=config.has_mlp_bias,
+        is_fused=options.is_fused,
     )
+    mlp_of = read_mlp or (lambda reader, name, _: gated_mlp(reader, name))
+
+    def read_layer(reader: LayerReader, index: int) -> LlamaLayer:
+        name = f"{prefix}layers.{index}"
+        return _read_layer(
+            reader,
+            config,
+            options,
+            name,
+            config.windows[index],
+            mlp_of(reader, f"{name}.mlp", index),
+        )
+
+    layers = read.layers(len(config.windows), read_layer)
     final_norm = read.last.tensor(f"{prefix}norm.weight", config.width)
     projection = None
     if fields.get("projection_size") is not None:
         projection = read.last.linear(["linear"], config.width, [config.hidden], bias=False)
-    output = None
-    if head.architecture.endswith("ForCausalLM"):
-        output = read_output(read, table, *shape, is_tied=config.has_tied_output)
-    heads = read_score(
-        read, head, config.width, pooling=config.score_pooling, temperature=config.temperature
+    output, heads = read_top(
+        read,
+        head,
+        table,
+        config.width,
+        is_tied=config.has_tied_output,
+        table_name=table_name,
+        pooling=config.score_pooling,
+        temperature=config.temperature,
     )
-    if head.logit_score is not None:
-        name = table_name if config.has_tied_output else "lm_head.weight"
-        heads = read_logit_score(read, head.logit_score, name, *shape)
-    cos_sin = read.computed(lambda: rotary_table(config.rotary, config.heads.dim, table.device))
     return Llama(
         token_table=table,
-        cos_sin=(cos_sin,) * len(layers),
+        cos_sin=read_rotary_tables(read, (config.rotary,) * len(layers), config.heads.dim, table),
         layers=layers,
         final_norm=final_norm,
         projection=projection,
@@ -382,28 +448,70 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
         attention_heads=attention_heads,
         norm_eps=config.norm_eps,
         heads=heads,
+        are_head_norms_last=options.are_head_norms_last,
     )
 
 
-def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
-    hidden, inner, heads = config.width, config.inner, config.heads
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+def read_gated_mlp(
+    read: LayerReader,
+    name: str,
+    sizes: tuple[int, int],
+    *,
+    bias: bool = False,
+    is_fused: bool = False,
+) -> FeedForward:
+    """Return the feed-forward part of this name.
+
+    Args:
+        sizes: features of a token, and between the two linear layers.
+    """
+    hidden, inner = sizes
+    # ranks cannot divide a matrix of both
+    up = ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"]
+    return FeedForward(
+        read.linear(
+            [f"{name}.{part}" for part in up],
+            hidden,
+            [2 * inner // len(up)] * len(up),
+            bias=bias,
+            split="outputs",
+        ),
+        read.linear([f"{name}.down_proj"], inner, [hidden], bias=bias, split="inputs"),
+    )
+
+
+def _read_layer(
+    read: LayerReader,
+    config: LlamaConfig,
+    options: Options,
+    name: str,
+    window: int,
+    mlp: FeedForward | Experts,
+) -> LlamaLayer:
+    hidden, heads = config.width, config.heads
+    attention = f"{name}.self_attn"
     key_width = heads.keys * heads.dim
+    qkv, widths = ["q_proj", "k_proj", "v_proj"], [heads.width, key_width, key_width]
+    units = [heads.queries, heads.keys, heads.keys]
+    if options.is_fused:
+        # ranks cannot divide it
+        qkv, widths, units = ["qkv_proj"], [sum(widths)], [sum(units)]
+
+    def head_norm(part: str) -> Tensor:
+        return read.tensor(f"{attention}.{part}.weight", heads.dim)
+
     return LlamaLayer(
         attention_norm=read.tensor(f"{name}.input_layernorm.weight", hidden),
         qkv=read.linear(
-            [f"{attention}.{part}_proj" for part in "qkv"],
+            [f"{attention}.{part}" for part in qkv],
             hidden,
-            [heads.width, key_width, key_width],
+            widths,
             bias=config.has_qkv_bias,
             split="outputs",
-            units=[heads.queries, heads.keys, heads.keys],
+            units=units,
         ),
         head_norms=(
-            (
-                read.tensor(f"{attention}.q_norm.weight", heads.dim),
-                read.tensor(f"{attention}.k_norm.weight", heads.dim),
-            )
+            (head_norm(options.head_norm_names[0]), head_norm(options.head_norm_names[1]))
             if config.has_head_norms
             else None
         ),
@@ -415,55 +523,70 @@ def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) 
             split="inputs",
         ),
         mlp_norm=read.tensor(f"{name}.post_attention_layernorm.weight", hidden),
-        gate_up=read.linear(
-            [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-            hidden,
-            [inner, inner],
-            bias=config.has_mlp_bias,
-            split="outputs",
-        ),
-        down=read.linear(
-            [f"{mlp}.down_proj"], inner, [hidden], bias=config.has_mlp_bias, split="inputs"
-        ),
+        mlp=mlp,
         window=window,
     )
 
 
-def _family(name: str, tokenizer_class: str) -> Family[Llama]:
-    options = OPTIONS[name.lower()]
+def make_family(
+    name: str,
+    model_type: str,
+    tokenizer_class: str,
+    *,
+    read_sizes: Callable[[Json], LlamaConfig] = LlamaConfig.read,
+    load: Callable[[LayerReader, Json, HeadConfig], Llama] = load,
+    fields: Collection[str] = (),
+    classifiers: tuple[Task, ...] = ("classify", "token_classify"),
+) -> Family[Llama]:
+    """Return the family of a relative.
+
+    Args:
+        name: the beginning of its classes, such as Llama of LlamaModel.
+        model_type: its name in `OPTIONS`.
+        fields: more fields of config.json than `LlamaConfig` and its options have, which it reads.
+        classifiers: the tasks of classifiers that transformers has for it.
+    """
+    generator, sequences, tokens = (
+        f"{name}For{head}" for head in ("CausalLM", "SequenceClassification", "TokenClassification")
+    )
+    classes: dict[Task, str] = {"classify": sequences, "token_classify": tokens}
+    heads: dict[Task, str] = {"generate": generator, "classify": sequences, "rerank": sequences}
+    heads["token_classify"] = tokens
+    options = OPTIONS[model_type]
+    read = LlamaConfig.names() | options.fields | {*fields}
+    fixed = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
     return Family(
         architectures={
-            f"{name}ForCausalLM": "generate",
+            generator: "generate",
             f"{name}Model": "embed",
-            f"{name}ForSequenceClassification": "classify",
-            f"{name}ForTokenClassification": "token_classify",
+            **{classes[task]: task for task in classes if task in classifiers},
         },
         heads={
-            "generate": f"{name}ForCausalLM",
-            "classify": f"{name}ForSequenceClassification",
-            "rerank": f"{name}ForSequenceClassification",
-            "token_classify": f"{name}ForTokenClassification",
+            task: architecture
+            for task, architecture in heads.items()
+            if task == "generate"
+            or (task in classifiers or (task == "rerank" and "classify" in classifiers))
         },
         fields=kind_fields.DECODER.plus(
-            LlamaConfig.names() | options.fields | _OF_FIRST_RELEASES,
+            read | _OF_FIRST_RELEASES,
             # another order of the same sums
             ("pretraining_tp",),
-            {"hidden_act": "silu", "partial_rotary_factor": 1.0},
+            {key: value for key, value in fixed.items() if key not in read},
         ),
-        read_sizes=LlamaConfig.read,
+        read_sizes=read_sizes,
         load=load,
         # frequencies, which old releases saved; a copy of the table where the output is tied to it
         is_unused=lambda name, _: name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight",
         tokenizer_class=tokenizer_class,
         kind="decoder",
-        is_divisible=True,
+        is_divisible=not options.is_fused,
         read_pooling=_read_pooling,
     )
 
 
 FAMILIES: Mapping[str, Family[Llama]] = {
-    "llama": _family("Llama", "LlamaTokenizer"),
-    "mistral": _family("Mistral", "LlamaTokenizer"),
-    "qwen2": _family("Qwen2", "Qwen2Tokenizer"),
-    "qwen3": _family("Qwen3", "Qwen2Tokenizer"),
+    "llama": make_family("Llama", "llama", "LlamaTokenizer"),
+    "mistral": make_family("Mistral", "mistral", "LlamaTokenizer"),
+    "qwen2": make_family("Qwen2", "qwen2", "Qwen2Tokenizer"),
+    "qwen3": make_family("Qwen3", "qwen3", "Qwen2Tokenizer"),
 }

@@ -14,8 +14,8 @@ from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, 
 from varlen.models.checkpoint.layers import LayerReader, TokenTable
 from varlen.models.checkpoint.stage_layers import StageLayers
 from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import FAMILIES
+from varlen.models.checkpoint_folder import Checkpoint, encoder_head
+from varlen.models.registry import FAMILIES, family_of
 from varlen.program.program import Value
 from varlen.program.rank import ALONE, Rank
 from varlen.program.recorder import Recorder
@@ -32,11 +32,6 @@ class OneStepDecoder:
 
     decoder: DecoderModel
     is_causal: bool
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.decoder.vocab_size
 
     @property
     def type_vocab_size(self) -> int:
@@ -96,7 +91,8 @@ def load_heads(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide them.
     """
-    if not TASKS[task].needs_masked_lm and task != "extract":
+    has_layers = task == "sparse_embed" and bool(checkpoint.vector_layers(task))
+    if has_layers or (not TASKS[task].needs_masked_lm and task != "extract"):
         return encoder.heads
     if rank != ALONE:
         raise ConfigError(
@@ -108,10 +104,26 @@ def load_heads(
         if task == "extract":
             assert checkpoint.extraction is not None
             exact = LayerReader(weights, torch.float32, device)
-            return Heads(extraction=load_extraction(exact, checkpoint.extraction))
+            labels = _load_label_encoder(checkpoint, dtype, device)
+            return Heads(extraction=load_extraction(exact, checkpoint.extraction, labels))
         assert checkpoint.masked_lm is not None
         read = LayerReader(weights, dtype, device)
         return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
+
+
+def _load_label_encoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> EncoderModel | None:
+    """Return the encoder of labels; its last norm is fp32."""
+    assert checkpoint.extraction is not None
+    if checkpoint.extraction.labels is None:
+        return None
+    config = checkpoint.extraction.labels.config
+    with CheckpointWeights(checkpoint.weights_folder, of_labels=True) as weights:
+        read = LayerReader(weights, dtype, device, torch.float32)
+        model: Any = family_of(config).load(read, config, encoder_head(config))
+    encoder: EncoderModel = model
+    return encoder
 
 
 def load_decoder(

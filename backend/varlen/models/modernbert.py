@@ -132,16 +132,7 @@ class ModernBert:
     final_norm: Norm
     attention_heads: AttentionHeads
     heads: Heads
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
+    type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""

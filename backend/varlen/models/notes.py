@@ -11,8 +11,8 @@ from varlen.tasks import Task
 _WORD_HEADS = ("ForMaskedLM", "ForPreTraining")
 # Tasks whose texts may be pairs.
 _PAIR_TASKS: tuple[Task, ...] = ("classify", "rerank")
-# Files of heads that are not served, which are pickles: of BGE-M3, for sparse vectors and for vectors of tokens, and
-# the classifier of SetFit.
+# Files of heads that are not read, which are pickles: of BGE-M3, for sparse vectors and for vectors of tokens, which
+# `convert-pickle` converts, and the classifier of SetFit.
 _BGE_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 _SETFIT_HEAD = "model_head.pkl"
 UNSERVED_HEADS = (*_BGE_HEADS, _SETFIT_HEAD)
@@ -70,9 +70,17 @@ def checkpoint_notes(
     return (*notes, *unserved_head_notes(heads))
 
 
-def unserved_heads(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files in a folder that hold unserved heads."""
-    return tuple(name for name in UNSERVED_HEADS if (folder / name).is_file())
+def unserved_heads(folder: Path, copy: Path | None = None) -> tuple[str, ...]:
+    """Return the names of the files in a folder that hold unserved heads.
+
+    Args:
+        copy: a copy of the folder whose pickles may be converted; None is the folder itself.
+    """
+    return tuple(
+        name
+        for name in UNSERVED_HEADS
+        if (folder / name).is_file() and not ((copy or folder) / Path(name).stem).is_dir()
+    )
 
 
 def unserved_head_notes(files: Sequence[str]) -> tuple[str, ...]:
@@ -81,7 +89,7 @@ def unserved_head_notes(files: Sequence[str]) -> tuple[str, ...]:
     if heads := [name for name in files if name in _BGE_HEADS]:
         notes.append(
             f"{' and '.join(heads)} are not read: the heads of BGE-M3 for sparse vectors and for vectors of tokens are"
-            " not served, its dense vectors are"
+            " served from the folders that varlen convert-pickle writes of them"
         )
     if _SETFIT_HEAD in files:
         notes.append(

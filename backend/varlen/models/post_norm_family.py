@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
+from varlen.models.blocks.feed_forward import Experts, FeedForward
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.relative_positions import alibi_by_distance, bias_by_distance
 from varlen.models.blocks.rotary import rotary_table
@@ -32,7 +33,7 @@ from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTabl
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.models.post_norm_layers import NormedHeads, PostNormEncoder, PostNormLayer
-from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
+from varlen.models.post_norm_names import ExpertNames, FieldNames, HeadNames, LayerNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -80,6 +81,8 @@ class EncoderSizes:
         rotary: the rotary positions; None with a position table.
         activation: between the two linear layers.
         norm_eps: added to the variance.
+        experts: experts of a layer, and experts of a token.
+        expert_layers: numbers of the layers with experts.
     """
 
     hidden: int
@@ -94,6 +97,8 @@ class EncoderSizes:
     embedding: int
     activation: Activation
     norm_eps: float
+    experts: tuple[int, int] = (0, 0)
+    expert_layers: Collection[int] = ()
 
     @property
     def uncounted_token(self) -> int | None:
@@ -120,6 +125,7 @@ class PostNormFamily:
         pretraining: prefixes of the tensors of heads for pretraining.
         masked_lm: the head of its masked language models.
         more_architectures: classes with only the encoder, or with a head that is not served.
+        experts: the experts of some layers; None without any.
         has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
         harmless, fixed: fields beside those that all families share.
         tokenizer_class: default of transformers, if tokenizer_config.json names none.
@@ -144,6 +150,7 @@ class PostNormFamily:
     default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
     more_architectures: tuple[str, ...] = ()
+    experts: ExpertNames | None = None
     has_adapters: bool = False
     harmless: Collection[str] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -155,11 +162,14 @@ class PostNormFamily:
         architectures, heads = encoder_classes(self.class_name, *self.more_architectures)
         rotary = () if self.default_theta is None else _ROTARY_FIELDS
         of_adapters = adapters.FIELDS if self.has_adapters else ()
+        of_experts = self.experts.fields if self.experts else ()
         return Family(
             architectures=architectures,
             heads=heads,
             fields=_RULES.plus(
-                {*self.fields.all(), *rotary, *of_adapters}, self.harmless, self.fixed
+                {*self.fields.all(), *rotary, *of_adapters, *of_experts},
+                self.harmless,
+                self.fixed,
             ),
             read_sizes=self.read_sizes,
             load=self.load,
@@ -168,6 +178,7 @@ class PostNormFamily:
             has_token_types=bool(self.fields.types),
             masked_lm=self._masked_lm_layout,
             own_transformer="custom_st.Transformer" if self.has_adapters else "",
+            names_layers=True,
             is_divisible=True,
         )
 
@@ -184,11 +195,13 @@ class PostNormFamily:
         rows = read_int(config, "max_position_embeddings", lowest=first + 1)
         if self.has_alibi:
             rows = read_computed_positions(config)
+        layers = read_layers(config, names.layers, lowest=0)
+        experts, expert_layers = self._read_experts(config, layers)
         return EncoderSizes(
             hidden=hidden,
             positions=rows - first if rotary is None else rotary.positions,
             inner=read_int(config, names.inner),
-            layers=read_layers(config, names.layers, lowest=0),
+            layers=layers,
             heads=heads,
             vocabulary=read_int(config, "vocab_size"),
             types=read_int(config, names.types, lowest=self.least_types) if names.types else 0,
@@ -199,7 +212,22 @@ class PostNormFamily:
                 config, names.activation, ACTIVATIONS, default=names.default_activation
             ),
             norm_eps=read_norm_eps(config, names.norm_eps, default=names.default_norm_eps),
+            experts=experts,
+            expert_layers=expert_layers,
         )
+
+    def _read_experts(self, config: Json, layers: int) -> tuple[tuple[int, int], range]:
+        """Return the experts of a layer and of a token, and the layers with experts."""
+        names = self.experts
+        if names is None:
+            return (0, 0), range(0)
+        number, count = read_int(config, names.number), read_int(config, names.count)
+        if count > number:
+            raise CheckpointError(
+                f"config.json has {names.count} {count}; allowed: at most {number}, the experts of a layer"
+            )
+        every = read_int(config, names.every, lowest=2)
+        return (number, count), range(1, layers, every)
 
     def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:
         """Return the head of the masked language model in config.json."""
@@ -344,7 +372,7 @@ class _Reader:
         own = list(dict.fromkeys(names))
         read = self._read.layers(
             len(own),
-            lambda reader, index: _Reader(family, sizes, reader)._layer(own[index]),
+            lambda reader, index: _Reader(family, sizes, reader)._layer(own[index], index),
         )
         layers = [read[own.index(name)] for name in names]
         if layers:
@@ -353,7 +381,7 @@ class _Reader:
             layers[-1] = replace(layers[-1], output_norm=self._read.last.norm(name, sizes.hidden))
         return tuple(layers)
 
-    def _layer(self, name: str) -> PostNormLayer:
+    def _layer(self, name: str, number: int) -> PostNormLayer:
         hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
         at = f"{self._prefix}{name}"
 
@@ -387,16 +415,39 @@ class _Reader:
             qkv = NormedHeads(query, key, value, query_norm, key_norm, eps)
         attention_output = sums(hidden, names.attention_output)
         attention_norm = self._read.norm(f"{at}.{names.attention_norm}", hidden)
-        up = outputs(inner, 1 + names.is_gated, *names.up)
+        mlp: FeedForward | Experts
+        if self._family.experts is not None and number in self._sizes.expert_layers:
+            mlp = self._experts(self._family.experts, at)
+        else:
+            up = outputs(inner, 1 + names.is_gated, *names.up)
+            up = self._read.computed(lambda: _gate_first(up)) if names.gate == "second" else up
+            mlp = FeedForward(up, sums(inner, names.down), names.is_gated)
         return PostNormLayer(
             qkv=qkv,
             attention_output=attention_output,
             attention_norm=attention_norm,
             second_norm=norm(names.second_norm),
-            up=self._read.computed(lambda: _gate_first(up)) if names.gate == "second" else up,
-            is_gated=names.is_gated,
-            down=sums(inner, names.down),
+            mlp=mlp,
             output_norm=self._read.norm(f"{at}.{names.output_norm}", hidden),
+        )
+
+    def _experts(self, names: ExpertNames, at: str) -> Experts:
+        read, hidden, inner = self._read, self._sizes.hidden, self._sizes.inner
+        number, count = self._sizes.experts
+        bias = read.tensor(f"{at}.{names.bias}", hidden)
+        return Experts(
+            router=read.fp32.linear([f"{at}.{names.router}"], hidden, [number], bias=False),
+            up=read.stacked_group_linear(
+                f"{at}.{names.up}", number, hidden, inner, split="outputs"
+            ),
+            down=read.stacked_group_linear(
+                f"{at}.{names.down}", number, inner, hidden, split="inputs"
+            ),
+            count=count,
+            normalizes=False,
+            is_gated=False,
+            # one rank adds it
+            bias=None if read.rank.number else bias,
         )
 
     def _heads(self, head: HeadConfig) -> Heads:

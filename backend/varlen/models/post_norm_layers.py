@@ -15,6 +15,7 @@ from varlen.program.rank import ALONE
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from varlen.models.blocks.feed_forward import Experts, FeedForward
     from varlen.models.blocks.heads import Heads
     from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
     from varlen.program.heads import AttentionHeads
@@ -45,9 +46,10 @@ class NormedHeads:
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
-    """One transformer layer; queries, keys and values are side by side, and gate and up.
+    """One transformer layer; queries, keys and values are side by side.
 
     Attributes:
+        mlp: the feed-forward part.
         second_norm: norm of the sum of the attention's normalized output and its input again, if there is one.
     """
 
@@ -55,9 +57,7 @@ class PostNormLayer:
     attention_output: Linear
     attention_norm: Norm
     second_norm: Norm | None
-    up: Linear
-    is_gated: bool
-    down: Linear
+    mlp: FeedForward | Experts
     output_norm: Norm
 
 
@@ -88,11 +88,6 @@ class PostNormEncoder:
     heads: Heads
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
     def type_vocab_size(self) -> int:
         """Token types below this are valid."""
         return self.type_table.shape[0]
@@ -109,8 +104,10 @@ class PostNormEncoder:
         x = self._record_embedding(ops, second, types, tables)
         if self.projection is not None:
             x = self.projection.record(ops, x)
+        ops.layer_output(x)
         for layer in self.layers:
             x = self._record_layer(ops, layer, x)
+            ops.layer_output(x)
         return x
 
     def _record_embedding(
@@ -140,11 +137,8 @@ class PostNormEncoder:
         before, x = x, self._add_norm(ops, attended, x, layer.attention_norm)
         if layer.second_norm is not None:
             x = self._add_norm(ops, x, before, layer.second_norm)
-        if layer.is_gated:
-            inner = ops.activate_gate(layer.up.record(ops, x), kind=self.activation)
-        else:
-            inner = layer.up.record_activated(ops, x, self.activation)
-        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
+        given = layer.mlp.record(ops, x, self.activation)
+        return self._add_norm(ops, given, x, layer.output_norm)
 
     def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
         return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)

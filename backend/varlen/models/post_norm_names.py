@@ -69,6 +69,32 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the tensors of experts, below the layer's own name, and of fields.
+
+    Attributes:
+        up, down: tensors of all experts of a layer, each with a row for every feature between the two layers.
+        bias: the vector that is added to the sum of a token's experts.
+        number: the field with the experts of a layer.
+        count: the field with the experts of a token.
+        every: the field that says which layers have experts: one of as many, from the second layer on.
+    """
+
+    router: str
+    up: str
+    down: str
+    bias: str
+    number: str
+    count: str
+    every: str
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that are read."""
+        return self.number, self.count, self.every
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNames:
     """The classifier of sequences: a dense layer of the first token, then an output layer."""
 

@@ -4,45 +4,31 @@ from collections.abc import Callable, Mapping
 
 from varlen.errors import CheckpointError
 from varlen.models import (
-    albert,
     bart,
-    bert,
+    bert_relatives,
     deberta,
-    distilbert,
-    electra,
     eurobert,
     gemma,
     gpt2,
-    gte,
-    jina_bert,
+    granite,
+    hunyuan,
     llama,
     modernbert,
-    mpnet,
-    nomic_bert,
-    roberta,
+    olmo,
+    phi3,
+    qwen3_moe,
+    smollm3,
     static,
     t5,
+    t5gemma,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
 from varlen.models.checkpoint.static_files import STATIC
-from varlen.models.post_norm_family import PostNormFamily
-
-# BERT and its relatives, which share one `load`.
-POST_NORM_FAMILIES: Mapping[str, PostNormFamily] = {
-    "bert": bert.BERT,
-    **roberta.ROBERTA,
-    "distilbert": distilbert.DISTILBERT,
-    "electra": electra.ELECTRA,
-    "albert": albert.ALBERT,
-    "mpnet": mpnet.MPNET,
-    "nomic_bert": nomic_bert.NOMIC_BERT,
-    "gte": gte.GTE,
-}
 
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
-    **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
+    **{name: each.family for name, each in bert_relatives.RELATIVES.items()},
     "modernbert": modernbert.FAMILY,
     "deberta": deberta.FIRST_FAMILY,
     "deberta-v2": deberta.FAMILY,
@@ -51,22 +37,26 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "gpt2": gpt2.FAMILY,
     **llama.FAMILIES,
     **gemma.FAMILIES,
+    "qwen3_moe": qwen3_moe.FAMILY,
     "eurobert": eurobert.FAMILY,
+    "phi3": phi3.FAMILY,
+    "granite": granite.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    **olmo.FAMILIES,
+    "hunyuan_v1_dense": hunyuan.FAMILY,
 }
-ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {**bart.FAMILIES, **t5.FAMILIES}
+ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {
+    **bart.FAMILIES,
+    **t5.FAMILIES,
+    **t5gemma.FAMILIES,
+}
 # By the beginning of their architecture, encoders that share a `model_type` with another family.
 ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {
     **t5.ENCODERS,
-    jina_bert.CLASS_NAME: jina_bert.FAMILY,
+    **bert_relatives.RELATIVES_BY_NAME,
 }
 
 FAMILIES: Mapping[str, Family[object]] = {**ENCODERS, **DECODERS, **ENCODER_DECODERS}
-
-# Models of other libraries, by the `model_type` that these write, and what to take instead.
-OTHER_LIBRARIES: Mapping[str, str] = {
-    "extractor": "a model of GLiNER2, which is not served: take one of GLiNER, such as those of GLiNER v2.1, whose"
-    " folders have gliner_config.json"
-}
 
 # What makes config.json of the text part of a multimodal model, by its `model_type`.
 TEXT_PARTS: Mapping[str, Callable[[Json], Json]] = {"gemma3": gemma.text_part}
@@ -94,8 +84,6 @@ def family_of(config: Json) -> Family[object]:
     if name == STATIC:
         # no config.json of a library has this name
         return static.FAMILY
-    if isinstance(name, str) and name in OTHER_LIBRARIES:
-        raise CheckpointError(f"config.json has model_type {show(name)}, {OTHER_LIBRARIES[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {show(name)}; this version serves: {', '.join([*FAMILIES, *TEXT_PARTS])}"

@@ -43,21 +43,8 @@ class StaticModel:
     """The vectors of all tokens."""
 
     token_table: TokenTable
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
-
-    @property
-    def heads(self) -> Heads:
-        """No layers."""
-        return Heads()
+    heads: Heads = Heads()
+    type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
         """Record the vectors of the tokens, `[tokens, hidden]`."""

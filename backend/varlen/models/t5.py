@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
-from varlen.models.blocks.embedding_tables import read_tables
+from varlen.models.blocks.embedding_tables import TableNames, read_tables
 from varlen.models.blocks.output import suppress_tokens
 from varlen.models.blocks.relative_positions import bias_by_distance
 from varlen.models.blocks.seq2seq_layers import (
@@ -33,7 +33,6 @@ from varlen.models.checkpoint.config_file import (
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.models.checkpoint.table_names import TableNames
 from varlen.models.t5_layers import T5, T5Encoder
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -159,8 +158,8 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
     norm = parts.norm("decoder.final_layer_norm")
     return T5(
         encoder=encoder,
-        target_table=tables.target,
-        decoder_layers=decoder_layers,
+        token_table=tables.target,
+        layers=decoder_layers,
         decoder_bias=decoder_bias,
         decoder_norm=read.computed(lambda: Norm(norm.weight * scale, None)),
         output=read.computed(

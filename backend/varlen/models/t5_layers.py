@@ -42,21 +42,8 @@ class T5Encoder:
     norm: Norm
     attention_heads: AttentionHeads
     norm_eps: float
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.vocab_size
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
-
-    @property
-    def heads(self) -> Heads:
-        """The layers on top of it: none."""
-        return Heads()
+    heads: Heads = Heads()
+    type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
@@ -85,35 +72,25 @@ class T5:
     """
 
     encoder: T5Encoder
-    target_table: TokenTable
-    decoder_layers: tuple[DecoderLayer, ...]
+    token_table: TokenTable
+    layers: tuple[DecoderLayer, ...]
     decoder_bias: Tensor
     decoder_norm: Norm
     output: Linear
     attention_heads: AttentionHeads
     norm_eps: float
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the decoder."""
-        return len(self.decoder_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of targets below this are valid."""
-        return self.target_table.vocab_size
-
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""
         hidden = self.encoder.record(ops)
-        for number, layer in enumerate(self.decoder_layers):
+        for number, layer in enumerate(self.layers):
             cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
-        heads, layers = self.attention_heads, self.decoder_layers
+        heads, layers = self.attention_heads, self.layers
         stream = _residual_stream(
-            ops, self.target_table, layers, self.decoder_norm, eps=self.norm_eps
+            ops, self.token_table, layers, self.decoder_norm, eps=self.norm_eps
         )
         for number, layer in enumerate(layers):
             qkv = layer.attention.qkv.record(ops, stream.x)
@@ -127,7 +104,7 @@ class T5:
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-        return record_output(ops, self.output, hidden, self.vocab_size)
+        return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
 
 def _residual_stream(

@@ -30,7 +30,6 @@ class Value:
     Attributes:
         name: unique in its program.
         shape: symbolic axes get their length from the batch.
-        dtype: dtype of its elements.
     """
 
     name: str
@@ -57,7 +56,6 @@ class State:
 
     Attributes:
         name: unique in its program.
-        shape, dtype: shape and dtype of the tensor that is bound to it.
     """
 
     name: str
@@ -77,8 +75,6 @@ class Op:
 
     Attributes:
         kernel: name of the function in the kernel module.
-        operands: its positional arguments.
-        attributes: its keyword arguments.
         results: tensors that it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
         writes: the states among its operands that it changes.
         in_place: position, for each result, of the operand that it may be written over; may be shorter.
@@ -129,7 +125,6 @@ class PackedBatch:
 
     Attributes:
         inputs: tensors by the names that the recording gave them.
-        dims: the batch's dimensions.
     """
 
     inputs: Mapping[str, Tensor]

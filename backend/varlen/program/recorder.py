@@ -1,17 +1,37 @@
 """The recorder: a model calls its ops like torch, and gets a `Program`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from varlen.memory.usage import Size
+from varlen.program.adapters import (
+    AdaptedLayer,
+    AdaptedRows,
+    AdapterTables,
+    LayerParts,
+    whole_steps,
+    width_of,
+)
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.rank import ALONE, RANKS, Rank
 from varlen.program.recording import Recording
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
+from varlen_kernels.op_table import RANK_STEP
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.rank_memory import rank_words
+
+
+class Routes(NamedTuple):
+    """The experts of each token, see `reference.route_tokens`."""
+
+    weights: Value
+    places: Value
+    tokens: Value
+    cu_groups: Value
 
 
 class Recorder(Recording):
@@ -27,7 +47,9 @@ class Recorder(Recording):
         for_gpu: bool = False,
         approximate_gelu: bool = False,
         has_key_lengths: bool = False,
+        is_padded: bool = False,
         rank: Rank = ALONE,
+        adapters: AdapterTables | None = None,
     ) -> None:
         """Start a recording.
 
@@ -37,15 +59,54 @@ class Recorder(Recording):
             approximate_gelu: whether a GPU computes the exact GELU by its tanh form, in the matrix product.
             has_key_lengths: whether sequences may end with tokens that no token reads. If so, each batch brings the
                 input `key_lengths`.
+            is_padded: whether batches are padded, see `attention_padded`; their dimension `scores` is the number of
+                scores of a head.
             rank: the rank whose part of a model is recorded.
+            adapters: tables for adapters, which get the layers that are recorded; None without adapters.
         """
         super().__init__()
         self._rank = rank
+        self._adapters = adapters
         self._for_gpu = for_gpu
         self._approximate_gelu = approximate_gelu and for_gpu
         self._has_key_lengths = has_key_lengths
+        self._is_padded = is_padded
         # the tiles of attention, by all that they depend on
         self._made_tiles: dict[tuple[object, ...], Value] = {}
+        self._layer_weights: Sequence[float] | None = None
+        self._num_layer_outputs = 0
+        self._mixed: Value | None = None
+
+    @property
+    def pools_spans(self) -> bool:
+        """Whether batches may pool parts of sequences, which graphs of a GPU do not."""
+        return not self._for_gpu
+
+    def mix_layers(self, weights: Sequence[float]) -> None:
+        """Add the outputs of all layers, each times its weight; see `mixed_layers`.
+
+        Args:
+            weights: factors of the embeddings and of the output of each layer; 0 leaves one out.
+        """
+        self._layer_weights = weights
+
+    def layer_output(self, x: Value) -> None:
+        """Say that `x` is what the first layer reads, or what a layer returns, `[tokens, hidden]`.
+
+        It records nothing, unless layers are mixed.
+        """
+        if self._layer_weights is None:
+            return
+        weight = self._layer_weights[self._num_layer_outputs]
+        self._num_layer_outputs += 1
+        if weight:
+            self._mixed = self.record("add_scaled", x, self._mixed, factor=weight)
+
+    @property
+    def mixed_layers(self) -> Value:
+        """The sum of the outputs of all layers times their weights, `[tokens, hidden]` fp32."""
+        assert self._mixed is not None
+        return self._mixed
 
     def embed_layer_norm(
         self,
@@ -80,6 +141,62 @@ class Recorder(Recording):
 
     def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
         return self.record("linear", x, weight, bias)
+
+    def adapts(self, parts: LayerParts, weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether an adapter changes one of these layers, which have this weight."""
+        tables = self._adapters
+        if tables is None:
+            return False
+        for name, width, cut in parts:
+            tables.seen[name] = (weight.shape[0], width) if cut is None else cut.shape
+            if cut is not None:
+                tables.cut.add(name)
+            if bias is not None:
+                tables.biased.add(name)
+        return tables.columns(parts)[-1] > 0 or tables.replaces(parts)
+
+    def add_adapters(
+        self, y: Value, x: Value, parts: LayerParts, weight: Tensor, bias: Tensor | None
+    ) -> Value:
+        """Record what adapters add to a linear layer; nothing where none changes it.
+
+        Args:
+            y: `[rows, out]`, the result of the layer.
+            x: `[rows, in]`, what it reads.
+            parts: layers of the checkpoint that it has.
+            weight, bias: its weights, which an adapter may replace.
+        """
+        tables = self._adapters
+        if tables is None or not self.adapts(parts, weight, bias):
+            return y
+        fan_in, fan_out = weight.shape
+        (dimension, _) = x.shape[0].per[0] if isinstance(x.shape[0], Size) else ("", 0)
+        names, name, slots = AdaptedRows(dimension), parts[0].name, tables.slots
+        rows = self.input(names.rows, (names.rows,), torch.int32)
+        bounds = self.input(names.bounds, (slots + 1,), torch.int32)
+        spans = self.state(f"{name}.spans", (slots, len(parts), 4), torch.int32)
+        second = of_bias = base = None
+        if tables.replaces(parts):
+            shape, base = (slots, fan_in, whole_steps(fan_out, RANK_STEP)), (weight, bias)
+            if bias is not None:
+                of_bias = self.state(f"{name}.bias", (slots, fan_out), x.dtype)
+        else:
+            ranks = tables.columns(parts)[-1]
+            shape = slots, fan_in, ranks
+            second = self.state(f"{name}.lora_B", (slots, ranks, width_of(parts)), x.dtype)
+        first = self.state(f"{name}.lora_A", shape, x.dtype)
+        tables.layers[name] = AdaptedLayer(parts, first, second, spans, of_bias, base)
+        return self.record("add_adapters", y, x, rows, bounds, first, second, spans, of_bias)
+
+    def linear_groups(self, x: Value, weight: Tensor, cu_groups: Value) -> Value:
+        return self.record("linear_groups", x, weight, cu_groups)
+
+    def route_tokens(self, logits: Value, *, count: int, normalize: bool) -> Routes:
+        attributes = {"count": count, "normalize": int(normalize)}
+        return Routes(*self.record_all("route_tokens", (logits,), attributes))
+
+    def sum_experts(self, x: Value, weights: Value, places: Value, bias: Tensor | None) -> Value:
+        return self.record("sum_experts", x, weights, places, bias)
 
     def all_reduce(self, x: Value) -> Value:
         """Record the sum over all ranks; nothing where there is one."""
@@ -203,6 +320,21 @@ class Recorder(Recording):
         tiles = key_lengths = None
         if self._has_key_lengths:
             key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
+        attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
+        attributes["soft_cap"] = soft_cap
+        # labels of texts have no padding
+        if self._is_padded and qkv.shape[0] == Size(tokens=1):
+            context, _, _ = self.call(
+                "attention_padded",
+                (qkv, cu_seqlens, bias, distances, key_lengths),
+                [
+                    ((qkv.shape[0], heads.width), qkv.dtype),
+                    (("scores", heads.queries), qkv.dtype),
+                    (qkv.shape, qkv.dtype),
+                ],
+                attributes=attributes,
+            )
+            return context
         if self._for_gpu:
             tiles = self._tiles(
                 "attention_tiles",
@@ -212,8 +344,7 @@ class Recorder(Recording):
                 causal=causal,
             )
         operands = (qkv, cu_seqlens, bias, tiles, distances, key_lengths)
-        attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
-        return self.record("attention_varlen", *operands, **attributes, soft_cap=soft_cap)
+        return self.record("attention_varlen", *operands, **attributes)
 
     def attention_paged(
         self,
@@ -275,10 +406,11 @@ class Recorder(Recording):
         cu_seqlens: Value,
         normalize: Value | None,
         unpooled_lengths: Value | None = None,
+        rows: Value | None = None,
         *,
         mode: Pooling,
     ) -> Value:
-        return self.record("pool", x, cu_seqlens, normalize, unpooled_lengths, mode=mode)
+        return self.record("pool", x, cu_seqlens, normalize, unpooled_lengths, rows, mode=mode)
 
     def term_weights(
         self,

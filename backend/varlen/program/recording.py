@@ -57,11 +57,9 @@ class Recording:
 
         Args:
             kernel: name of the function that it calls.
-            operands: its positional arguments.
             results: shape and dtype of each.
             writes: the states among the operands that it changes.
             in_place: see `Op`; None takes the one of the table of ops.
-            attributes: its keyword arguments.
 
         Raises:
             ValueError: an operand was not recorded here, or `writes` or `in_place` do not fit the operands.

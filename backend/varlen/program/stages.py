@@ -60,7 +60,6 @@ def layer_starts(program: Program, layer_of: Mapping[int, int], count: int) -> l
     Args:
         program: the program, as it was recorded.
         layer_of: the layer of each weight, by the weight's id.
-        count: number of layers.
     """
     starts: dict[int, int] = {}
     for number, op in enumerate(program.ops):
@@ -96,7 +95,6 @@ def balanced_bounds(costs: Sequence[float], starts: Sequence[int], stages: int) 
     Each stage has one layer at least.
 
     Args:
-        costs: cost of each op.
         starts: see `layer_starts`.
         stages: number of stages, at most as many as layers.
 

@@ -3,10 +3,14 @@
 Texts of other requests are tokenized between the tasks of a large one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from varlen.request.request import Prompt, Request, RequestOptions
+
+# Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
+_STEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,22 @@ class Draft:
         """
         prompts = tuple(prompt for step in self.steps for prompt in step.run())
         return Request(prompts, self.options)
+
+
+def steps_of(
+    sizes: Sequence[int], run: Callable[[range], tuple[Prompt, ...]]
+) -> tuple[TokenizationTask, ...]:
+    """Return the steps of rows: short texts share one.
+
+    Args:
+        sizes: length of each row in UTF-8.
+        run: does the work of some rows, and returns their prompts; raises RequestError.
+    """
+    steps = []
+    begin = num_bytes = 0
+    for end, size in enumerate(sizes, start=1):
+        num_bytes += size
+        if num_bytes >= _STEP_BYTES or end == len(sizes):
+            steps.append(TokenizationTask(num_bytes, partial(run, range(begin, end))))
+            begin, num_bytes = end, 0
+    return tuple(steps)

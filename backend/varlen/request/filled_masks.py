@@ -17,7 +17,6 @@ class FilledToken:
     """A token that may take the place of a mask.
 
     Attributes:
-        token_id, text: token id and text of the token.
         score: its probability.
     """
 

@@ -89,7 +89,6 @@ class QuestionForm:
         There is none if the context has no tokens. Answers whose texts differ only in case are one.
 
         Args:
-            windows: windows of the context.
             logits: `[tokens, 2]` fp32 of each window, of beginnings and ends.
         """
         # some become one answer

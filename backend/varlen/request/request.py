@@ -1,13 +1,16 @@
 """Requests of clients and their replies: prompts, options, request and reply."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from itertools import chain
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.request.generation import GenerationOptions
+from varlen.tasks import Task
 from varlen.telemetry.tracing import RequestTrace
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -17,6 +20,11 @@ Float32Array: TypeAlias = npt.NDArray[np.float32]
 # Most masks of one row, and most answers for each.
 MAX_MASKS = 8
 MAX_TOP_K = 100
+# Numbers before the values of each output: its dimensions, as bits of fp32; an absent one is -1.
+_DIMENSIONS = 2
+_ABSENT = -1
+# Most spans that a token is in, on average over the tokens of a sequence.
+MAX_SPAN_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +55,70 @@ class Unpooled(Payload):
     """The count of tokens that `embed` does not pool."""
 
 
-class Words(Payload):
-    """The places of labels, then of words, that `extract` scores.
+class Spans(Payload):
+    """The first token of each span that `embed` pools, then the first behind each."""
 
-    `count` is the number of labels.
+
+class Words(Payload):
+    """The places of labels, then of words that `extract` scores.
+
+    Before them, `tokens` has the number of instances of a schema, and of each the place of its task, its number and how
+    many labels it has. `count` is the number of labels of all instances.
     """
+
+    @property
+    def instances(self) -> Int32Array:
+        """Place of the task, number and number of labels of each instance, `[instances, 3]`."""
+        assert self.tokens is not None
+        return self.tokens[1 : 1 + 3 * self.tokens[0]].reshape(-1, 3)
+
+    @property
+    def first_word(self) -> int:
+        """Index of the place of the first word in `tokens`."""
+        return 1 + self.instances.size + (self.count or 0)
+
+    @classmethod
+    def at(
+        cls,
+        labels: Int32Array,
+        words: Int32Array,
+        instances: Sequence[tuple[int, int, int]] = (),
+    ) -> "Words":
+        """Return it for the places of labels and words."""
+        head = np.array([len(instances), *chain.from_iterable(instances)], np.int32)
+        return cls(np.concatenate([head, labels, words], dtype=np.int32), len(labels))
+
+
+class ApartLabels(Words):
+    """Labels that another encoder reads, and the places of words that `extract` scores.
+
+    `tokens` has the length of each label, the token ids of all labels, then the places; `count` is as in `Words`.
+    """
+
+    @property
+    def instances(self) -> Int32Array:
+        """There are none."""
+        return np.empty((0, 3), np.int32)
+
+    @property
+    def first_word(self) -> int:
+        """Index of the place of the first word in `tokens`."""
+        assert self.tokens is not None
+        return (self.count or 0) + int(self.tokens[: self.count].sum())
+
+    @property
+    def labels(self) -> list[Int32Array]:
+        """Token ids of each label."""
+        assert self.tokens is not None
+        count = self.count or 0
+        ends = count + np.cumsum(self.tokens[:count])
+        return np.split(self.tokens[: self.first_word], [count, *ends[:-1]])[1:]
+
+    @classmethod
+    def of(cls, labels: Sequence[Int32Array], places: Int32Array) -> "ApartLabels":
+        """Return it for labels and the places of words."""
+        lengths = np.array([len(each) for each in labels], np.int32)
+        return cls(np.concatenate([lengths, *labels, places], dtype=np.int32), len(labels))
 
 
 class Terms(Payload):
@@ -63,7 +130,7 @@ class Source(Payload):
 
 
 # Worker processes send the index of a payload's type in this tuple.
-PAYLOADS = (Payload, Masks, Vectors, Unpooled, Words, Terms, Source)
+PAYLOADS = (Payload, Masks, Vectors, Unpooled, Spans, Words, ApartLabels, Terms, Source)
 _NOTHING = Payload()
 
 
@@ -106,6 +173,15 @@ class Prompt:
         return self.num_tokens if places is None else len(places)
 
     @property
+    def spans(self) -> list[tuple[int, int]] | None:
+        """First token of each span, and the first behind it; None without spans."""
+        places = self.payload_tokens(Spans)
+        if places is None:
+            return None
+        begins, ends = places.reshape(2, -1).tolist()
+        return list(zip(begins, ends, strict=True))
+
+    @property
     def num_masks(self) -> int:
         """Number of tokens to predict."""
         places = self.payload_tokens(Masks)
@@ -113,14 +189,21 @@ class Prompt:
 
     @property
     def num_labels(self) -> int:
-        """Number of labels of `extract`."""
-        return self.payload_count(Words) or 0
+        """Number of labels of `extract`, in all instances."""
+        return (isinstance(self.payload, Words) and self.payload.count) or 0
+
+    @property
+    def num_instances(self) -> int:
+        """Number of instances of a schema of `extract`."""
+        return len(self.payload.instances) if isinstance(self.payload, Words) else 0
 
     @property
     def num_words(self) -> int:
         """Number of words of `extract`."""
-        places = self.payload_tokens(Words)
-        return 0 if places is None else len(places) - self.num_labels
+        payload = self.payload
+        if not isinstance(payload, Words) or payload.tokens is None:
+            return 0
+        return len(payload.tokens) - payload.first_word
 
 
 # One token, which every vocabulary has.
@@ -133,6 +216,7 @@ class RequestOptions:
 
     Attributes:
         normalize: whether embeddings are divided by their length.
+        outputs: tasks whose outputs it asks for, in this order; none is the output of the model's own task.
         priority: 0 to 9; higher runs sooner.
         deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
         generation: options of generation; None for tasks that generate none.
@@ -140,9 +224,12 @@ class RequestOptions:
         cache_salt: text that separates the cache entries of callers.
         streams: whether the client reads each token as it comes.
         probe: whether the request only asks if this replica takes work, see `request.probe`.
+        adapter: name of the adapter that changes the model for it; empty for none.
+        cache_scope: text that separates cache entries: the salt, and the adapter.
     """
 
     normalize: bool = False
+    outputs: tuple[Task, ...] = ()
     priority: int = 0
     deadline_seconds: float | None = None
     generation: GenerationOptions | None = None
@@ -150,6 +237,13 @@ class RequestOptions:
     cache_salt: str = ""
     streams: bool = False
     probe: bool = False
+    adapter: str = ""
+    cache_scope: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # a name of an adapter has no NUL
+        scope = f"{self.adapter}\0{self.cache_salt}" if self.adapter or self.cache_salt else ""
+        object.__setattr__(self, "cache_scope", scope)
 
     def deadline(self, arrival: float) -> float:
         """Return the time after which an answer is useless; infinity if there is none."""
@@ -206,9 +300,8 @@ class TokenLogprobs:
     token_bytes: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedPart:
-    """A part of a generated answer.
+class GeneratedPart(NamedTuple):
+    """A part of a generated answer; a tuple, as `Chunk` is one.
 
     Attributes:
         text: the next part of the text, in whole characters.
@@ -226,6 +319,34 @@ class GeneratedPart:
 
 
 Output: TypeAlias = Float32Array | GeneratedPart
+
+
+def join_outputs(outputs: Sequence[Float32Array]) -> Float32Array:
+    """Return several outputs of a sequence as one array, `[numbers]` fp32.
+
+    So they travel, and are stored, as one output is.
+
+    Args:
+        outputs: arrays of one or two dimensions.
+    """
+    parts: list[Float32Array] = []
+    for output in outputs:
+        shape = [*output.shape, *[_ABSENT] * (_DIMENSIONS - output.ndim)]
+        parts += [np.array(shape, np.int32).view(np.float32), output.reshape(-1)]
+    return np.concatenate(parts, dtype=np.float32)
+
+
+def split_outputs(joined: Float32Array) -> list[Float32Array]:
+    """Return the outputs of `join_outputs`, views of it, in their order."""
+    outputs, begin = [], 0
+    while begin < len(joined):
+        shape = joined[begin : begin + _DIMENSIONS].view(np.int32).tolist()
+        shape = [size for size in shape if size != _ABSENT]
+        begin += _DIMENSIONS
+        end = begin + math.prod(shape)
+        outputs.append(joined[begin:end].reshape(shape))
+        begin = end
+    return outputs
 
 
 class Reply(Protocol):

@@ -19,23 +19,19 @@ from varlen.parameter import (
     word_field,
 )
 from varlen.request.generation import GenerationOptions
-from varlen.request.questions import (
-    DEFAULT_ANSWER_TOKENS,
-    DEFAULT_ANSWERS,
-    MAX_ANSWER_TOKENS,
-    QuestionForm,
-)
+from varlen.request.questions import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS
 from varlen.request.request import RequestOptions
+from varlen.request.schema import SCHEMA_TEXT, Schema, read_schema
 from varlen.request.scores import ScoreFunction
 from varlen.request.spans import DEFAULT_THRESHOLD, LABELS_TEXT, MAX_LABELS, read_labels
-from varlen.request.vectors import VECTOR_DTYPES, VectorDType
+from varlen.request.vectors import MAX_SPANS, SPANS_TEXT, VECTOR_DTYPES, VectorDType, read_spans
 from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 
 MAX_PRIORITY = 9
 MAX_TENANT_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
 
-Operation: TypeAlias = Literal["infer", "tokenize", "detokenize"]
+Operation: TypeAlias = Literal["infer", "tokenize", "detokenize", "adapters"]
 
 TruncationSide: TypeAlias = Literal["right", "left"]
 AggregationStrategy: TypeAlias = Literal["none", "simple", "first", "average", "max"]
@@ -55,6 +51,10 @@ _INSTRUCTED_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "rerank")
 _ANY_PROMPT_TASKS: tuple[Task, ...] = ("embed", "sparse_embed")
 MAX_PROMPT_CHARACTERS = 4096
 
+# Parameters of the answer, which outputs of further tasks read too.
+_OF_ANSWERS = ("normalize", "dimensions", "output_dtype", "activation", "max_active_dims")
+# Widths of further outputs of a model without them.
+NO_FURTHER: Mapping[Task, int] = MappingProxyType({})
 # Parameters whose largest value is the width of the model's output.
 _UP_TO_WIDTH = ("dimensions", "max_active_dims", "top_k")
 
@@ -66,8 +66,7 @@ class TextPrefix:
     Attributes:
         prompt_name: name of a prompt of the checkpoint; None selects its default one.
         input_type: meaning of the prompt, instead of its name.
-        instruction: instruction in the place of the prompt's own.
-        prompt: the prompt itself.
+        instruction: task in words, in the place of the prompt's own.
     """
 
     prompt_name: str | None = None
@@ -175,6 +174,31 @@ class RowParameters:
         "[data type](#data-types-of-vectors) of `sentence_embedding`",
         tasks=("embed",),
     )
+    spans: tuple[int, ...] | None = parameter_field(
+        None,
+        "a vector for each of these [parts of one text](../tasks/long_documents.md), which the model reads as a whole"
+        " (late chunking)",
+        allowed_text=SPANS_TEXT,
+        lowest=0,
+        highest=MAX_INT32,
+        max_items=2 * MAX_SPANS,
+        read=read_spans,
+        tasks=("embed",),
+    )
+    windows: bool = word_field(
+        False,
+        FLAG,
+        "a text that is longer than the model is read in [windows](../tasks/long_documents.md#windows), and its vector"
+        " is the mean of theirs. With `spans`, each token counts in one window",
+        tasks=("embed",),
+    )
+    window_overlap: int | None = whole_field(
+        None,
+        0,
+        MAX_INT32,
+        "tokens that two windows share; default: 256, or a quarter of a window",
+        tasks=("embed",),
+    )
     activation: Activation = word_field(
         "auto",
         ("auto", *get_args(ScoreFunction)),
@@ -240,10 +264,19 @@ class RowParameters:
     labels: tuple[str, ...] | None = parameter_field(
         None,
         "labels of the spans that `extract` finds, in the words of the model's authors, such as `person`. Needed with"
-        " `extract`",
+        " `extract`, or `schema`",
         allowed_text=LABELS_TEXT,
         max_items=MAX_LABELS,
         pattern="(?s).+",
+        read=read_labels,
+        tasks=("extract",),
+    )
+    schema: Schema | None = parameter_field(
+        None,
+        "what `extract` finds with a model of GLiNER2: [entities, classes, structures and"
+        " relations](../tasks/extraction.md#schemas), in place of `labels`",
+        allowed_text=SCHEMA_TEXT,
+        read=read_schema,
         tasks=("extract",),
     )
     threshold: float = real_field(
@@ -266,7 +299,8 @@ class RowParameters:
         "infer",
         get_args(Operation),
         "`tokenize` answers the tokens of texts, and `detokenize` the texts of token ids,"
-        " [without running the model](../tasks/tokenizer.md)",
+        " [without running the model](../tasks/tokenizer.md). `adapters` answers the model's"
+        " [adapters](../concepts/adapters.md#names-of-adapters)",
     )
     add_special_tokens: bool | None = word_field(
         None,
@@ -310,7 +344,13 @@ class RowParameters:
         pattern=rf"(?s).{{0,{MAX_SALT_CHARACTERS}}}",
         allowed_text=f"a string of at most {MAX_SALT_CHARACTERS} characters",
     )
-
+    adapter: str = parameter_field(
+        "",
+        "name of the [adapter](../concepts/adapters.md) that changes the model for this request. Requests of other"
+        " adapters and of none share its batches",
+        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
+        allowed_text="the name of an adapter of the model",
+    )
     probe: bool = word_field(
         False,
         FLAG,
@@ -321,13 +361,18 @@ class RowParameters:
 
     @classmethod
     def read(
-        cls, given: Mapping[str, object], task: Task, *, width: int | None = None
+        cls,
+        given: Mapping[str, object],
+        task: Task,
+        *,
+        width: int | None = None,
+        further: Mapping[Task, int] = NO_FURTHER,
     ) -> "RowParameters":
         """Return the parameters in a JSON object, whose other names are ignored.
 
         Args:
-            given: values by name.
             width: width of the model's output; 0 and None have none.
+            further: widths of further outputs by task.
 
         Raises:
             RequestError: a parameter is for another task, or its value is not allowed.
@@ -335,17 +380,19 @@ class RowParameters:
         values = {name: value for name, value in given.items() if name in ROW_PARAMETERS}
         for name, value in values.items():
             parameter = ROW_PARAMETERS[name]
-            if task not in parameter.tasks:
+            of_further = [each for each in further if reads(name, each)]
+            if task not in parameter.tasks and not of_further:
                 raise RequestError(
                     f"the parameter {name} is for the task {' or '.join(parameter.tasks)};"
                     f" this model has the task {task}"
                 )
-            if width and name in _UP_TO_WIDTH:
-                parameter = parameter.up_to(width)
+            most = width if task in parameter.tasks else further[of_further[0]]
+            if most and name in _UP_TO_WIDTH:
+                parameter = parameter.up_to(most)
             if value is None:
                 refuse(name, value, parameter.allowed)
-            if name == "labels":
-                values[name] = read_labels(value)
+            if parameter.read is not None:
+                values[name] = parameter.read(value)
             parameter.check(name, values[name])
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
@@ -360,22 +407,16 @@ class RowParameters:
         return self.truncate or self.truncate_prompt_tokens is not None
 
     @property
-    def questions(self) -> QuestionForm:
-        """What is asked of questions."""
-        return QuestionForm(
-            top_k=self.top_k or DEFAULT_ANSWERS,
-            max_answer_len=self.max_answer_len,
-            handle_impossible_answer=self.handle_impossible_answer,
-            align_to_words=self.align_to_words,
-            max_seq_len=self.max_seq_len,
-            doc_stride=self.doc_stride,
-        )
+    def reads_parts(self) -> bool:
+        """Whether texts are embedded in parts: spans or windows."""
+        return self.spans is not None or self.windows or self.window_overlap is not None
 
     def options(
         self,
         deadline_seconds: float | None,
         *,
         normalize: bool = False,
+        outputs: tuple[Task, ...] = (),
         generation: GenerationOptions | None = None,
         streams: bool = False,
     ) -> RequestOptions:
@@ -386,6 +427,7 @@ class RowParameters:
         """
         return RequestOptions(
             normalize=normalize,
+            outputs=outputs,
             priority=MAX_PRIORITY if self.probe else self.request_priority,
             deadline_seconds=deadline_seconds,
             generation=generation,
@@ -393,7 +435,16 @@ class RowParameters:
             cache_salt=self.cache_salt,
             streams=streams,
             probe=self.probe,
+            adapter=self.adapter,
         )
+
+
+def reads(name: str, further: Task) -> bool:
+    """Return whether a further output of this task reads a parameter.
+
+    Parameters of texts are for the model's own task.
+    """
+    return name in _OF_ANSWERS and further in ROW_PARAMETERS[name].tasks
 
 
 ROW_PARAMETERS = parameters_of(RowParameters)
@@ -408,6 +459,7 @@ COMMON_PARAMETERS = MappingProxyType(
             "deadline_ms",
             "tenant",
             "cache_salt",
+            "adapter",
             "probe",
         )
     }

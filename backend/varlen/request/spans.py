@@ -1,13 +1,16 @@
 """Words of a text, and the spans of words that a model finds for labels.
 
-Source: the greedy choice of spans follows the library gliner (`greedy_search`, `has_overlapping`), as do the words of
-a text (its splitter "whitespace").
+Sources: the greedy choice of spans follows the library gliner (`greedy_search`, `has_overlapping`), as do the words of
+a text (its splitter "whitespace"). Words of GLiNER2 follow the library gliner2 (`WhitespaceTokenSplitter`).
 """
 
 import re
+import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +19,16 @@ from varlen.errors import RequestError
 from varlen.parameter import read_json, refuse
 from varlen.request.request import Float32Array
 
+# What a model scores with each label: spans of words; words that begin, end or continue a span; or spans for the labels
+# of a schema, the fields of GLiNER2.
+Scored: TypeAlias = Literal["spans", "words", "fields"]
+
 DEFAULT_THRESHOLD = 0.5
 # Labels of a request, and characters of one.
 MAX_LABELS = 256
 MAX_LABEL_CHARACTERS = 512
+# Labels of all instances of a schema, whose scores a row has.
+MAX_LABEL_ROWS = 512
 # Spans of a row whose scores exceed the threshold, before those that overlap are left out.
 MAX_CANDIDATES = 1 << 14
 LABELS_TEXT = (
@@ -28,6 +37,10 @@ LABELS_TEXT = (
 )
 
 _WORD = re.compile(r"\w+(?:[-_]\w+)*|\S")
+# Ends of sentences: GLiNER2 reads one behind each text.
+_SENTENCE_ENDS = (".", "!", "?")
+# Characters before the @ of an address, so that the search for one is short.
+_MOST_LOCAL = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +70,7 @@ class SpanForm:
         threshold: scores above it count.
         flat_ner: whether no two spans share a word; else one may contain the other.
         multi_label: whether a span may have several labels.
-        scores_words: whether scores are of words that begin, end or continue a span.
+        scored: things that the model scores.
     """
 
     texts: tuple[str, ...] = ()
@@ -65,7 +78,7 @@ class SpanForm:
     threshold: float = DEFAULT_THRESHOLD
     flat_ner: bool = True
     multi_label: bool = False
-    scores_words: bool = False
+    scored: Scored = "spans"
 
     def spans(self, row: int, scores: Float32Array) -> list[Span]:
         """Return the spans of a row in the order of their beginnings.
@@ -79,13 +92,13 @@ class SpanForm:
         """
         text, count = self.texts[row], len(self.labels)
         words = len(scores) // count
-        probabilities = _sigmoid(scores.reshape(words, count, scores.shape[1]))
-        find = _of_words if self.scores_words else _of_spans
+        probabilities = sigmoid(scores.reshape(words, count, scores.shape[1]))
+        find = _of_words if self.scored == "words" else candidates
         begins, ends, labels, found = find(probabilities, np.float32(self.threshold), row)
         order = np.argsort(-found, kind="stable").tolist()
-        bounds = list(word_bounds(text, words))
-        is_free = _Flat(words, self.multi_label) if self.flat_ner else _Nested(self.multi_label)
-        kept = [each for each in order if is_free.take(begins[each], ends[each])]
+        bounds = list(word_bounds(text, words, self.scored))
+        free = new_filter(words, is_flat=self.flat_ner, multi_label=self.multi_label)
+        kept = [each for each in order if free.take(begins[each], ends[each])]
         kept.sort(key=begins.__getitem__)
         return [
             self._span(text, bounds[begins[each]][0], bounds[ends[each]][1], labels[each], score)
@@ -96,10 +109,48 @@ class SpanForm:
         return Span(start, end, text[start:end], self.labels[label], score)
 
 
-def word_bounds(text: str, most: int) -> Iterator[tuple[int, int]]:
-    """Yield where each of the first `most` words begins and ends, in characters."""
-    for _, match in zip(range(most), _WORD.finditer(text), strict=False):
+def word_bounds(text: str, most: int, scored: Scored) -> Iterator[tuple[int, int]]:
+    """Yield where each of the first `most` words begins and ends, in characters.
+
+    Where `scored` is "fields", the last one may end behind the text.
+    """
+    text, pattern = _as_read(text, scored)
+    for _, match in zip(range(most), pattern.finditer(text), strict=False):
         yield match.span()
+
+
+def words_of(text: str, most: int, scored: Scored) -> list[str]:
+    """Return the first `most` words of a text, as the model reads them."""
+    read, _ = _as_read(text, scored)
+    words = [read[begin:end] for begin, end in word_bounds(text, most, scored)]
+    return [word.lower() for word in words] if scored == "fields" else words
+
+
+def _as_read(text: str, scored: Scored) -> tuple[str, re.Pattern[str]]:
+    """Return a text as a model reads it, and the pattern of its words."""
+    if scored != "fields":
+        return text, _WORD
+    return text if text.endswith(_SENTENCE_ENDS) else f"{text}.", _word_of_fields()
+
+
+@cache
+def _word_of_fields() -> re.Pattern[str]:
+    """Return the pattern of the words of GLiNER2, where an address is one word."""
+    marks = "".join(
+        chr(code)
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.category(chr(code)).startswith("M")
+    )
+    # joiners of letters too
+    letter = rf"[\w{marks}\u200c\u200d]"
+    return re.compile(
+        r"(?:https?://\S+|www\.\S+)"
+        rf"|[a-z0-9._%+-]{{1,{_MOST_LOCAL}}}@[a-z0-9.-]+\.[a-z]{{2,}}"
+        r"|@[a-z0-9_]+"
+        rf"|{letter}+(?:[-_]{letter}+)*"
+        r"|\S",
+        re.IGNORECASE,
+    )
 
 
 def read_labels(value: object) -> tuple[str, ...]:
@@ -109,7 +160,7 @@ def read_labels(value: object) -> tuple[str, ...]:
         RequestError: this is no list of labels.
     """
     given = read_json("labels", value) if isinstance(value, str) else value
-    if not isinstance(given, list | tuple) or not all(map(_is_label, given)):
+    if not isinstance(given, list | tuple) or not all(map(is_label, given)):
         refuse("labels", value, LABELS_TEXT)
     labels = tuple(dict.fromkeys(given))
     if not 1 <= len(labels) <= MAX_LABELS:
@@ -141,14 +192,21 @@ def span_tensors(rows: Sequence[Sequence[Span]]) -> dict[str, npt.NDArray[Any]]:
     return tensors
 
 
-def _is_label(value: object) -> bool:
-    if not isinstance(value, str) or len(value) > MAX_LABEL_CHARACTERS or not value.strip():
+def is_label(value: object) -> bool:
+    """Return whether a value may be a label."""
+    return is_text(value, MAX_LABEL_CHARACTERS) and bool(str(value).strip())
+
+
+def is_text(value: object, most: int) -> bool:
+    """Return whether a value is a text of at most `most` characters."""
+    if not isinstance(value, str) or len(value) > most:
         return False
     # half a surrogate pair is no text
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-def _sigmoid(logits: Float32Array) -> Float32Array:
+def sigmoid(logits: Float32Array) -> Float32Array:
+    """Return probabilities of logits."""
     with np.errstate(over="ignore"):
         result: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
     return result
@@ -158,8 +216,17 @@ _Places = npt.NDArray[np.intp]
 _Found = tuple[list[int], list[int], list[int], Float32Array]
 
 
-def _of_spans(scores: Float32Array, threshold: np.float32, row: int) -> _Found:
-    """Return first word, last word, label and score of each span of `[words, labels, width]`."""
+def candidates(scores: Float32Array, threshold: np.float32 | Float32Array, row: int) -> _Found:
+    """Return first word, last word, label and score of spans above a threshold.
+
+    Args:
+        scores: `[words, labels, width]`, probabilities.
+        threshold: one for all labels, or `[labels]`.
+        row: number of the row.
+
+    Raises:
+        RequestError: there are too many.
+    """
     # in the order of the library: by word, width and label
     scores = scores.transpose(0, 2, 1)
     begins, widths, labels = np.nonzero(scores > threshold)
@@ -222,6 +289,16 @@ def _check_count(count: int, row: int) -> None:
             f"row {row}: {count} spans have scores above the threshold; allowed: {MAX_CANDIDATES}. Send a"
             " higher threshold, or fewer labels"
         )
+
+
+def new_filter(words: int, *, is_flat: bool, multi_label: bool = False) -> "_Flat | _Nested":
+    """Return what takes spans of a text, and none that overlaps those before it.
+
+    Args:
+        is_flat: whether no two spans share a word; else one may contain another one.
+        multi_label: whether a span may be taken twice.
+    """
+    return _Flat(words, multi_label) if is_flat else _Nested(multi_label)
 
 
 class _Flat:

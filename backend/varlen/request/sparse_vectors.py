@@ -58,7 +58,6 @@ def sparse_tensors(
     There is room for one term at least: some clients cannot read a tensor without elements.
 
     Args:
-        vectors: one or more vectors.
         term_text: returns the text of a term; None leaves the texts out.
     """
     counts = [len(vector.indices) for vector in vectors]

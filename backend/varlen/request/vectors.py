@@ -1,6 +1,7 @@
-"""Forms of embeddings that a request may ask for: fewer features, and smaller data types.
+"""Forms of embeddings that a request may ask for: features, data types and spans.
 
-They are made of an engine's fp32 vectors on their way out, so all of them share batches and cached outputs.
+Features and types are made of an engine's fp32 vectors on their way out, so all of them share batches and cached
+outputs.
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.parameter import check_count
+from varlen.parameter import MAX_INT32, check_count, read_json, refuse
 from varlen.request.request import Float32Array
 
 VectorDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
 VECTOR_DTYPES: tuple[VectorDType, ...] = get_args(VectorDType)
+
+# Largest number of spans of a text.
+MAX_SPANS = 4096
+SPANS_TEXT = (
+    f"a list of 1 to {MAX_SPANS} spans [begin, end] in characters, as JSON in a request's parameter"
+)
 
 # Features in a byte of `binary` and `ubinary`.
 _BITS = 8
@@ -33,6 +40,8 @@ class VectorForm:
         dtype: `float16` rounds. `int8` is 127 · x / the largest |x| of the vector, rounded, so cosines stay the
             same up to rounding. `ubinary` packs the signs of 8 features in a byte, the first in the highest bit, as
             uint8; `binary` is the same minus 128, as int8.
+        is_rounded: whether vectors have whole numbers up to 127, as pplx-embed gives them. Unless they are normalized,
+            `int8` has these. A 0 that was rounded up from below is -0, whose sign counts.
 
     Source: Kusupati et al. 2022, arXiv:2205.13147 (dimensions); binary and ubinary follow quantize_embeddings
     in sentence-transformers.
@@ -41,6 +50,7 @@ class VectorForm:
     dimensions: int | None = None
     normalize: bool = False
     dtype: VectorDType = "float32"
+    is_rounded: bool = False
 
     def check(self, size: int) -> None:
         """Raise RequestError unless vectors of `size` features have this form."""
@@ -77,7 +87,7 @@ class VectorForm:
         if self.dimensions is not None and self.dimensions < vectors.shape[1]:
             vectors = vectors[:, : self.dimensions].copy()
             if self.normalize:
-                vectors = _normalized(vectors)
+                vectors = normalized(vectors)
         match self.dtype:
             case "float32":
                 return vectors
@@ -85,15 +95,45 @@ class VectorForm:
                 # larger numbers become infinity
                 with np.errstate(over="ignore"):
                     return vectors.astype(np.float16)
+            case "int8" if self.is_rounded and not self.normalize:
+                return vectors.astype(np.int8)
             case "int8":
                 return _int8(vectors)
             case "ubinary":
-                return np.packbits(vectors > 0, axis=1)
+                return self._bits(vectors)
             case "binary":
-                return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8)
+                return (self._bits(vectors) ^ 0x80).view(np.int8)
+
+    def _bits(self, vectors: Float32Array) -> npt.NDArray[np.uint8]:
+        """Return the signs of 8 features in a byte."""
+        signs = ~np.signbit(vectors) if self.is_rounded else vectors > 0
+        return np.packbits(signs, axis=1)
 
 
-def _normalized(vectors: Float32Array) -> Float32Array:
+def read_spans(value: object) -> tuple[int, ...]:
+    """Return beginning and end of each span of a request, one after the other.
+
+    Raises:
+        RequestError: this is no list of spans.
+    """
+    given = read_json("spans", value) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple) or not 1 <= len(given) <= MAX_SPANS:
+        refuse("spans", value, SPANS_TEXT)
+    for number, span in enumerate(given):
+        if not _is_span(span):
+            refuse(f"spans[{number}]", span, "[begin, end] in characters, 0 <= begin < end")
+    return tuple(int(place) for span in given for place in span)
+
+
+def _is_span(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    are_whole = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    return are_whole and 0 <= value[0] < value[1] <= MAX_INT32
+
+
+def normalized(vectors: npt.NDArray[Any]) -> Float32Array:
+    """Return vectors divided by their lengths, `[rows, features]` fp32."""
     # fp64: squares of fp32 overflow from 2e19 on
     wide = vectors.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)

@@ -29,7 +29,6 @@ class TemplateServer:
         """Prepare templates, which each process compiles itself: that may take any memory.
 
         Args:
-            sources: Jinja sources of the templates by name.
             special_tokens: texts of special tokens by name, such as `bos_token`.
             max_characters: longest text of a prompt.
         """

@@ -15,7 +15,7 @@ from varlen.request.request import Float32Array, Output, Prompt, RequestOptions
 from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
-Failure: TypeAlias = Literal["memory", "batch", "worker", "model", "skipped"]
+Failure: TypeAlias = Literal["memory", "adapter", "batch", "worker", "model", "skipped"]
 # Steps of generation in flight without a pipeline: one runs, and the next one is ready.
 MAX_STEPS = 2
 # Cores of a batch: one, or all since it ran alone, or both in turn.
@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
     @property
     def num_generated(self) -> int:
         """Number of tokens of the answer, or of a beam, with these tokens."""
-        return self.end - self.sequence.num_tokens
+        return self.start + (1 if self.beams else len(self.token_ids)) - self.sequence.num_tokens
 
     @property
     def num_logit_rows(self) -> int:
@@ -134,9 +134,11 @@ class BatchResult:
         outputs: one per sequence of the batch, in its order; of a step, one per sample and per search, chunk by chunk;
             empty after an error.
         seconds: run time.
-        failure: reason why there are no outputs: memory ran out, this batch failed, the worker process ended and its
-            KV memory is lost, the model cannot run any more, or the step before, which this one needs, failed.
-        reason: reason why the model cannot run any more, if it is known.
+        failure: reason why there are no outputs: memory ran out, an adapter cannot be read, this batch failed, the
+            worker process ended and its KV memory is lost, the model cannot run any more, or the step before, which
+            this one needs, failed.
+        reason: reason why the adapter cannot be read, or the model cannot run any more, if it is known.
+        adapter: name of the adapter that cannot be read.
         cores: cores that it ran on, where workers have one core each.
     """
 
@@ -144,11 +146,17 @@ class BatchResult:
     seconds: float
     failure: Failure | None = None
     reason: str = ""
+    adapter: str = ""
     cores: Cores = "one"
 
+    def named(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
+        """Return the sequences whose adapter cannot be read."""
+        if self.failure != "adapter":
+            return []
+        return [each for each in sequences if each.options.adapter == self.adapter]
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+
+class SequenceOutput(NamedTuple):
     """A part of an answer; the sequence goes on unless it is finished."""
 
     sequence: SequenceState

@@ -17,7 +17,6 @@ class EditLimits(NamedTuple):
     """Room for edit lists on the device.
 
     Attributes:
-        slots: number of lists.
         entries: largest number of tokens of a list.
     """
 
@@ -54,17 +53,11 @@ class Draws(NamedTuple):
     uniform: npt.NDArray[np.float64] | None
     edits: Edits | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each token is the one with the largest logit of the model."""
-        return self.uniform is None and self.edits is None
-
 
 class SearchRules(NamedTuple):
     """Rules of a step of a search, beside log probabilities and its steps so far.
 
     Attributes:
-        num_beams: number of its beams.
         is_last: whether the token that is chosen is the last one.
         ends_when_full: whether it ends once there are as many answers as beams.
         forced: the only token that may come; None if there is a choice.
@@ -121,9 +114,8 @@ class Chosen(NamedTuple):
     searches: ChosenBeams | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A token that was chosen for a sequence.
+class SampledToken(NamedTuple):
+    """A token that was chosen for a sequence; a tuple, as `Chunk` is one.
 
     Attributes:
         logprobs: log probabilities, if the request asks for them.

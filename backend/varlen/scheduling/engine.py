@@ -14,7 +14,7 @@ Source: Orca (Yu et al. 2022, OSDI), algorithm 1.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -209,10 +209,10 @@ class Engine:
             if now < starts_at:
                 wake_at = self._scheduler.wake_at(now)
                 return None if wake_at is None else max(wake_at, starts_at)
-            batch = self._next_batch()
-            if batch is None:
+            found = self._next_batch()
+            if found is None:
                 return self._scheduler.wake_at(self._clock())
-            self._start(batch)
+            self._start(*found)
             kept = (1.0 - _DECAY) * self._starting_seconds
             self._starting_seconds = max(self._clock() - now, kept)
         return None
@@ -284,21 +284,26 @@ class Engine:
             # a new exception each time: its traceback keeps a request alive
             raise type(self._refusal)(str(self._refusal))
 
-    def _next_batch(self) -> Batch | None:
-        """Return the next batch without cancelled requests; None if it is too early."""
+    def _next_batch(self) -> tuple[Batch, list[RequestState]] | None:
+        """Return the next batch without cancelled requests, and its requests.
+
+        None if it is too early.
+        """
         while True:
             began, now = time.perf_counter(), self._clock()
             batch = self._scheduler.schedule(now)
             self._scheduling_seconds += time.perf_counter() - began
             if batch is None:
                 return None
-            cancelled = [each for each in _requests(batch.sequences) if _is_cancelled(each)]
+            requests = _requests(batch.sequences)
+            cancelled = [each for each in requests if _is_cancelled(each)]
+            if not cancelled:
+                return batch, requests
             for request in cancelled:
                 self._fail(request, RequestCancelled("cancelled before it ran"))
-            if cancelled:
-                batch = self._scheduler.trim(batch, now)
+            batch = self._scheduler.trim(batch, now)
             if batch is not None:
-                return batch
+                return batch, _requests(batch.sequences)
 
     def _fail_expired(self) -> None:
         """Fail requests whose deadline has passed, unless all that is left of them runs now."""
@@ -311,9 +316,9 @@ class Engine:
                     request, DeadlineError("the deadline passed before the answer was complete")
                 )
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: Batch, requests: Sequence[RequestState]) -> None:
         now = self._clock()
-        starting = [request for request in _requests(batch.sequences) if not request.started]
+        starting = [request for request in requests if not request.started]
         for request in starting:
             request.started = True
             if trace := request.request.trace:
@@ -337,6 +342,7 @@ class Engine:
             return
         events = self._scheduler.update(batch, result)
         self._count(batch, result)
+        ended: dict[RequestState, None] = {}
         for event in events:
             request = event.sequence.request
             if request not in self._open:
@@ -345,8 +351,10 @@ class Engine:
                 self._send(request, event)
             else:
                 self._fail(request, event.error)
-        for request in _requests(event.sequence for event in events):
-            if not request.unfinished and request in self._open:
+            if not request.unfinished:
+                ended[request] = None
+        for request in ended:
+            if request in self._open:
                 self._finish(request)
 
     def _count(self, batch: Batch, result: BatchResult) -> None:

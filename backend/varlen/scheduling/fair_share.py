@@ -20,6 +20,7 @@ server: Sheng et al. 2024, "Fairness in serving large language models" (OSDI).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from varlen.request.generation import GenerationOptions
@@ -150,11 +151,19 @@ class Claims:
         work = max(_work(prompt, options.generation) for prompt in request.prompts)
         return self._share.part_before(options.tenant, work, 1 + options.priority)
 
-    def serve(self, claim: Claim, tokens: int) -> None:
-        """Count tokens that have run; tokens beyond the claim were lost and ran again."""
-        served = min(tokens, claim.unserved)
-        claim.unserved -= served
-        self._share.serve(claim.tenant, served, repeated=tokens - served)
+    def serve(self, served: Iterable[tuple[Claim, int]]) -> None:
+        """Count tokens of claims that have run.
+
+        Tokens beyond a claim were lost and ran again.
+        """
+        of_tenants: dict[str, tuple[int, int]] = {}
+        for claim, tokens in served:
+            own = min(tokens, claim.unserved)
+            claim.unserved -= own
+            work, repeated = of_tenants.get(claim.tenant, (0, 0))
+            of_tenants[claim.tenant] = work + own, repeated + tokens - own
+        for tenant, (work, repeated) in of_tenants.items():
+            self._share.serve(tenant, work, repeated=repeated)
 
     def leave(self, claim: Claim) -> None:
         """Count one group less; the claim ends with its last one."""

@@ -90,7 +90,6 @@ class SequenceState:
 
     Attributes:
         row: its row in the answer.
-        num_tokens: length of the prompt.
         status: set by `finish`, and by the scheduler.
     """
 

@@ -6,7 +6,7 @@ happens instead. Fields that would change answers are refused, all in one error.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ _REFUSED = {
 
 _ON_CPU = "FORCE_CPU_ONLY_INPUT_TENSORS"
 # Settings that decide what a checkpoint is read as.
-_OF_CHECKPOINT = ("task", "ignore_config_fields", "adapter", "rerank_form")
+_OF_CHECKPOINT = ("task", "outputs", "ignore_config_fields", "adapter", "rerank_form")
 # Size of our response cache for a model with `response_cache { enable: true }` and no size.
 RESPONSE_CACHE_BYTES = 67_108_864
 
@@ -84,14 +84,16 @@ def read_model(
             with collect_problems(problems):
                 checkpoint = open_checkpoint(known)
                 task = known.task or checkpoint.task
-                checkpoint.check_task(task)
+                checkpoint.check_outputs(task, known.further_tasks)
         except CheckpointError as error:
             problems.append(str(error))
     if checkpoint is not None and task is not None:
         problems += _task_problems(model_config, task)
-        problems += _tensor_problems(model_config, checkpoint, task)
+        assert known is not None
+        tensors = tensors_of(task, checkpoint, known.further_tasks)
+        problems += _tensor_problems(model_config, tensors, task)
         if is_complete:
-            problems += _absence_problems(model_config, checkpoint, task)
+            problems += _absence_problems(model_config, tensors, task)
     problems += of_settings
     if problems or checkpoint is None or task is None:
         raise ConfigError(*problems)
@@ -123,9 +125,11 @@ def num_warmup_requests(model_config: dict[str, Any]) -> int:
     )
 
 
-def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
-    """Return the inputs and the outputs of a task."""
-    return input_specs(task), ModelOutputs.of(task, checkpoint).specs
+def tensors_of(
+    task: Task, checkpoint: Checkpoint, further: Sequence[Task] = ()
+) -> tuple[Specs, Specs]:
+    """Return the inputs and the outputs of a task, and the outputs of further tasks."""
+    return input_specs(task), ModelOutputs.of(task, checkpoint, further).specs
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
@@ -170,14 +174,14 @@ def _task_problems(model_config: dict[str, Any], task: Task) -> Iterator[str]:
 
 
 def _tensor_problems(
-    model_config: dict[str, Any], checkpoint: Checkpoint, task: Task
+    model_config: dict[str, Any], tensors: tuple[Specs, Specs], task: Task
 ) -> Iterator[str]:
     """Yield tensors that do not fit the task.
 
     They are unknown, have another type or shape, or are reshaped by the server; or no request can have the inputs that
     are there or required.
     """
-    inputs, outputs = tensors_of(task, checkpoint)
+    inputs, outputs = tensors
     for section, specs in (("input", inputs), ("output", outputs)):
         allowed = {spec.name: tensor_entry(spec) for spec in specs}
         for entry in model_config[section]:
@@ -191,10 +195,10 @@ def _tensor_problems(
 
 
 def _absence_problems(
-    model_config: dict[str, Any], checkpoint: Checkpoint, task: Task
+    model_config: dict[str, Any], tensors: tuple[Specs, Specs], task: Task
 ) -> Iterator[str]:
     """Yield the absent fields that the server does not complete, with the lines to add."""
-    inputs, outputs = tensors_of(task, checkpoint)
+    inputs, outputs = tensors
     missing: dict[str, str] = {}
     if not model_config["max_batch_size"] and (max_rows := kind_of(task).max_rows):
         missing["max_batch_size"] = f"max_batch_size: {max_rows}"

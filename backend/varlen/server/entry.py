@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -85,6 +86,7 @@ class _Arrived:
     form: Any
     kind: ServedKind
     service: Service[Any]
+    stats: Stats
 
     def accept(self, request: Request) -> None:
         """Submit the request with its tokens, from a tokenizer thread if it came as text."""
@@ -95,6 +97,8 @@ class _Arrived:
         self.reply.expect(self.kind.answer(request, self.form))
         if request.prompts:
             self.service.model.submit(request, self.reply)
+            if request.options.adapter:
+                self.stats.count_adapter(request.options.adapter)
         else:
             # its steps have written the answer
             self.reply.finish()
@@ -102,6 +106,8 @@ class _Arrived:
 
 class TritonPythonModel:
     """One instance of a model on the server."""
+
+    _watchdog: subprocess.Popen[bytes] | None = None
 
     @staticmethod
     @_without_path
@@ -124,6 +130,7 @@ class TritonPythonModel:
         try:
             self._load(args)
         except Exception as error:
+            self._end_watchdog()
             if isinstance(error, ModelFaultError):
                 end_process_soon()
             raise _load_error(error) from None
@@ -155,10 +162,16 @@ class TritonPythonModel:
         if self._exporter is not None:
             self._exporter.close()
         self._trimmer.close()
-        self._watchdog.kill()
-        self._watchdog.wait()
+        self._end_watchdog()
+
+    def _end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.wait()
 
     def _load(self, args: dict[str, str]) -> None:
+        # first: a server that is killed while this model loads takes this process with it
+        self._watchdog = start_watchdog(args["model_instance_name"])
         close_inherited_sockets()
         hide_pool()
         log_to_server(args["model_name"], args["model_version"])
@@ -194,9 +207,9 @@ class TritonPythonModel:
         # a server that has ended takes this process with it
         assert marker is not None
         self._drain = DrainWatch(marker)
-        self._exporter = start_exporter(args, self._stats, self._snapshot)
+        adapters = [name for name, reason in self._service.intake.adapters.items() if not reason]
+        self._exporter = start_exporter(args, self._stats, self._snapshot, adapters)
         self._trimmer = MemoryTrimmer()
-        self._watchdog = start_watchdog(args["model_instance_name"])
 
     def _is_warmup(self, request: pb_utils.InferenceRequest) -> bool:
         """Return whether the server made a request from `model_warmup`.
@@ -221,7 +234,7 @@ class TritonPythonModel:
             )
             self._check_draining(draft)
             reply.accept()
-            arrived = _Arrived(reply, form, self._kind, self._service)
+            arrived = _Arrived(reply, form, self._kind, self._service, self._stats)
             if draft.num_bytes:
                 self._pool.submit(draft, reply, arrived.accept, arrival=reply.arrival)
             else:
@@ -275,7 +288,7 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
     model = read_model(given, _open_checkpoint, is_complete=False, server_caches=server_caches())
     kind = kind_of(model.task)
-    inputs, outputs = tensors_of(model.task, model.checkpoint)
+    inputs, outputs = tensors_of(model.task, model.checkpoint, model.config.further_tasks)
     # what the user wrote stays
     if not given["input"]:
         for spec in inputs:

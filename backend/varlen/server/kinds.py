@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy.typing as npt
@@ -15,7 +14,8 @@ from varlen.request.draft import Draft
 from varlen.request.request import Output, Request
 from varlen.tasks import TASKS, Task
 from varlen.wire.generate import PROMPTS, GeneratedAnswer, ResponseSpec, read_generate_request
-from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs
+from varlen.wire.max_sim import ScoreAnswer, ScoredPairs
+from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs, SeveralAnswers
 from varlen.wire.rows import DEFAULT_MAX_ROWS, Tensors, read_request
 from varlen.wire.tokenizer import TokenizerAnswer
 
@@ -85,11 +85,9 @@ class Rows(ServedKind):
 
     def __init__(self, service: Service[EncoderParts], *, decoupled: bool) -> None:  # noqa: ARG002
         self._intake = intake = service.intake
-        self._outputs = replace(
-            ModelOutputs.of(service.task, service.checkpoint),
-            term_text=intake.term_text,
-            token_text=intake.token_text,
-        )
+        further = service.model.info.outputs
+        outputs = ModelOutputs.of(service.task, service.checkpoint, further)
+        self._outputs = outputs.with_texts(intake.term_text, intake.token_text)
 
     @staticmethod
     def parts() -> type[EncoderParts]:
@@ -99,7 +97,7 @@ class Rows(ServedKind):
 
     def read(
         self, tensors: Tensors, parameters: str, requested: Collection[str], timeout: int
-    ) -> tuple[Draft, AnswerOptions | TokenizerAnswer]:
+    ) -> tuple[Draft, AnswerOptions | ScoredPairs | TokenizerAnswer]:
         return read_request(
             tensors,
             parameters,
@@ -109,10 +107,15 @@ class Rows(ServedKind):
             timeout_microseconds=timeout,
         )
 
-    def answer(self, request: Request, form: AnswerOptions | TokenizerAnswer) -> Answer:
+    def answer(
+        self, request: Request, form: AnswerOptions | ScoredPairs | TokenizerAnswer
+    ) -> Answer:
         if isinstance(form, TokenizerAnswer):
             return form
-        return ArrayAnswer.to(request, self._outputs, form)
+        if isinstance(form, ScoredPairs):
+            return ScoreAnswer.to(request, form)
+        kind = SeveralAnswers if request.options.outputs else ArrayAnswer
+        return kind.to(request, self._outputs, form)
 
 
 class Prompts(ServedKind):

@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -140,11 +140,16 @@ class MemoryTrimmer:
 
 
 def start_exporter(
-    args: dict[str, str], stats: Stats, snapshot: Callable[[], MetricsSnapshot]
+    args: dict[str, str],
+    stats: Stats,
+    snapshot: Callable[[], MetricsSnapshot],
+    adapters: Sequence[str],
 ) -> Exporter | None:
     """Return the metrics' exporter, or None when the server runs without metrics.
 
-    `args` are the arguments of `initialize`.
+    Args:
+        args: arguments of `initialize`.
+        stats, snapshot, adapters: see `Exporter`.
     """
     families: dict[Metric, pb_utils.MetricFamily] = {}
 
@@ -165,7 +170,7 @@ def start_exporter(
         "instance": args["model_instance_name"],
     }
     try:
-        return Exporter(stats, snapshot, make_series, labels)
+        return Exporter(stats, snapshot, make_series, labels, adapters)
     except pb_utils.TritonModelException as error:
         _log.info("the server runs without metrics: %s", error)
         return None

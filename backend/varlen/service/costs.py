@@ -114,7 +114,7 @@ def cache_key_fields(info: ModelInfo, checkpoint: Checkpoint, config: EngineConf
     """Return everything that decides costs, and which batches are measured."""
     return {
         "model": _name(checkpoint),
-        "task": info.task,
+        "task": "+".join((info.task, *info.outputs)),
         "workers": str(info.workers),
         "dtype": info.dtype,
         "execution": config.execution,
@@ -155,7 +155,9 @@ def _run_on_all(info: ModelInfo, executor: ModelExecutor, rows: list[Int32Array]
         MemoryError: a worker has too little memory.
         EngineError: a worker failed.
     """
-    request = Request(tuple(Prompt(row, payload=info.payload_of(len(row))) for row in rows))
+    prompts = tuple(Prompt(row, payload=info.payload_of(len(row))) for row in rows)
+    # a batch whose rows ask for everything, and have an adapter, takes longest
+    request = Request(prompts, info.most_work)
     batch = Batch(
         unanswered_sequences(request), BatchShape.of([len(row) for row in rows]), 0.0, "warm-up"
     )

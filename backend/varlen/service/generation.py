@@ -1,16 +1,17 @@
 """A model that generates: runner, input checks, scheduler, engine and grammars."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
 from varlen.decoding.chooser import TokenChooser
-from varlen.decoding.grammar.grammars import MAX_COMPILING, Grammars
+from varlen.decoding.grammar.grammars import MAX_COMPILING, GrammarHold, Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.token_bytes import TokenBytes
@@ -26,22 +27,84 @@ from varlen.intake.input_limits import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
+from varlen.memory.memory_use import AdapterUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
-from varlen.request.request import Prompt, Reply, Request
+from varlen.request.request import Output, Prompt, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
-from varlen.service.grammar_requests import submit_with_grammar
 from varlen.service.sandbox import generation_sandbox
 from varlen.service.service import MEGABYTE, Service, log_notes
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
+
+
+def submit_with_grammar(
+    request: Request,
+    reply: Reply,
+    hold: GrammarHold,
+    queue: TokenizerPool,
+    submit: Callable[[Request, Reply], None],
+) -> None:
+    """Submit a request, now or once its grammar is compiled.
+
+    Args:
+        hold: grammar of the request; it is released when the request is answered.
+        queue: requests that wait for their grammar.
+        submit: `Engine.submit`.
+
+    Raises:
+        VarlenError: the request is not admitted; the caller answers it.
+    """
+    holding = _HoldingReply(reply, hold)
+    try:
+        if hold.take():
+            submit(request, holding)
+            return
+        arrival = request.arrived(time.monotonic())
+        admitted = replace(request, arrival=arrival)
+        draft = Draft((_compile_task(hold),), request.options)
+        queue.submit(draft, holding, lambda _: submit(admitted, holding), arrival=arrival)
+    except BaseException:
+        hold.release()
+        raise
+
+
+class _HoldingReply:
+    """The reply of a request that holds its grammar until it is answered."""
+
+    def __init__(self, reply: Reply, hold: GrammarHold) -> None:
+        self._reply = reply
+        self._hold = hold
+
+    def is_cancelled(self) -> bool:
+        return self._reply.is_cancelled()
+
+    def send(self, row: int, output: Output) -> None:
+        self._reply.send(row, output)
+
+    def finish(self) -> None:
+        self._hold.release()
+        self._reply.finish()
+
+    def fail(self, error: Exception) -> None:
+        self._hold.release()
+        self._reply.fail(error)
+
+
+def _compile_task(hold: GrammarHold) -> TokenizationTask:
+    """Return the task that compiles the grammar of a request."""
+
+    def is_compiled(seconds: float) -> bool:
+        return hold.compile(wait_seconds=seconds)
+
+    return TokenizationTask(hold.num_characters, lambda: (), is_compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +147,19 @@ class GeneratorParts:
             sandbox, checkpoint.target_vocab_size, max_bytes=config.grammar_cache_bytes
         )
         bad_words = BadWords(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
-        device = choose_device(config.device, gpu)
+        # logits of several processes come through memory of the host
+        device = choose_device("cpu" if config.num_processes > 1 else config.device, gpu)
         limits = edit_limits(checkpoint, config)
         chooser = TokenChooser(checkpoint, grammars, bad_words, device, limits)
         runner = load_step_model(checkpoint, config, chooser, stats, gpu=gpu, isolated=isolated)
         opened.callback(runner.close)
         longest = runner.info.max_sequence_tokens
-        intake = _new_intake(checkpoint, tokenizer, config, longest, template)
+        intake = _new_intake(checkpoint, tokenizer, config, runner.info, template)
         if template is not None:
             template.check()
         defaults = request_defaults(checkpoint, longest, config.generation_config)
         executor: ModelExecutor = InlineExecutor(runner, is_pipeline=config.pipeline_parallel > 1)
-        if runner.info.device == "cuda":
+        if runner.info.device == "cuda" and config.num_processes == 1:
             # a step that hangs must not stop the engine
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
         # steps in flight run one after another
@@ -156,6 +220,8 @@ class GeneratorParts:
         """Answer a request, now or once its grammar is compiled; see `Kind`."""
         options = request.options.generation
         assert options is not None
+        if request.options.adapter:
+            self.runner.info.check_adapter(request.options.adapter)
         self._check_tokens(options)
         if options.bad_words:
             self.bad_words.check(options)
@@ -202,6 +268,7 @@ class GeneratorParts:
             SnapshotMetric.PREEMPTIONS: counts.preemptions,
             SnapshotMetric.ORDER_PREEMPTIONS: counts.order_preemptions,
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
+            **AdapterUse.metrics(self.runner.adapter_uses, info.adapters, info.adapter_bytes),
         }
 
     def release(self) -> None:
@@ -239,10 +306,11 @@ def _new_intake(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
     config: EngineConfig,
-    longest: int,
+    info: ModelInfo,
     template: ChatTemplate | None,
 ) -> Intake:
-    """Return the checks of prompts of up to `longest` tokens."""
+    """Return the checks of prompts."""
+    longest = info.max_sequence_tokens
     limits = InputLimits(
         max_sequence_tokens=longest,
         max_text_bytes=text_limit(config, longest),
@@ -252,7 +320,7 @@ def _new_intake(
     )
     translate = checkpoint.translate
     start = None if translate is None else translate.tokens.start
-    return Intake(tokenizer, limits, template, target_start=start)
+    return Intake(tokenizer, limits, template, target_start=start, adapters=info.adapters)
 
 
 def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats) -> TokenizerPool:

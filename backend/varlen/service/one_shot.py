@@ -6,6 +6,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+
 from varlen.cache.flights import JoinLimits
 from varlen.cache.response_cache import CacheUse, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
@@ -17,22 +19,73 @@ from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, tex
 from varlen.execution.workers.workers import Workers, load_workers
 from varlen.intake.checks import Intake, PairTemplate
 from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import MAX_WINDOWED_BYTES, LongTextRules
 from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenized, Tokenizer
-from varlen.intake.word_prompts import WordPrompts
+from varlen.intake.word_prompts import ApartLabelTokens, WordPrompts
+from varlen.memory.memory_use import AdapterUse
+from varlen.models.checkpoint.extraction import LABELS_TOKENIZER
+from varlen.models.checkpoint.router import TABLE
+from varlen.models.checkpoint.vector_layers import DenseConfig, pools_spans
+from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Reply, Request
+from varlen.request.request import Float32Array, Prompt, Reply, Request, Terms
+from varlen.request.sparse_vectors import terms_in_order
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
 from varlen.service.sandbox import template_sandbox
 from varlen.service.service import MEGABYTE, Service, log_notes
-from varlen.service.term_lookup import TermLookup
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TermLookup:
+    """Stored weights of tokens: the sparse vectors of queries that are looked up.
+
+    No model runs, so they pass the queue, the batches and the response cache. Source:
+    sparse_encoder/modules/sparse_static_embedding.py of sentence-transformers.
+
+    Attributes:
+        weights: `[terms]` fp32, the weight of each token.
+    """
+
+    weights: Float32Array
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, task: Task) -> "TermLookup | None":
+        """Return the table of a checkpoint for a task, None without one."""
+        router = checkpoint.router
+        if router is None or task != "sparse_embed":
+            return None
+        with CheckpointWeights(checkpoint.folder / router.queries) as weights:
+            # a view would keep the file mapped
+            return cls(weights.read(TABLE, checkpoint.vocab_size).float().clone().numpy())
+
+    @staticmethod
+    def answers(request: Request) -> bool:
+        """Return whether the rows of a request are looked up; they have one role."""
+        return type(request.prompts[0].payload) is Terms
+
+    def answer(self, request: Request, reply: Reply) -> None:
+        """Answer a request."""
+        for row, prompt in enumerate(request.prompts):
+            reply.send(row, self.terms(prompt))
+        reply.finish()
+
+    def terms(self, prompt: Prompt) -> Float32Array:
+        """Return the terms of a text, the largest weight first, `[terms, 2]` fp32.
+
+        Terms of weight 0 are left out.
+        """
+        terms = np.unique(prompt.token_ids)
+        weights = self.weights[terms]
+        is_kept = weights != 0
+        return terms_in_order(terms[is_kept], weights[is_kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +135,10 @@ class EncoderParts:
             roles=roles_of(checkpoint, info.task, tokenizer, most),
             mask_token=_filled_token(checkpoint, tokenizer, info.task),
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
-            word_prompts=(
-                None
-                if checkpoint.extraction is None
-                else WordPrompts(tokenizer, checkpoint.extraction, limits)
-            ),
+            word_prompts=_word_prompts(checkpoint, tokenizer, limits),
             pair_prefixes=checkpoint.pair_prefixes,
+            adapters=info.adapters,
+            long_texts=_long_text_rules(checkpoint, config, info),
         )
         warm_up(info, executor, config)
         costs = costs_for(info, executor, checkpoint, config)
@@ -106,6 +157,8 @@ class EncoderParts:
         """Answer a request, now or later; see `Kind`."""
         # an answer from elsewhere would hide that the model does not run
         is_probe = request.options.probe
+        if request.options.adapter:
+            self.info.check_adapter(request.options.adapter)
         if self.lookup is not None and not is_probe and self.lookup.answers(request):
             self.lookup.answer(request, reply)
             return
@@ -126,6 +179,7 @@ class EncoderParts:
             SnapshotMetric.CACHE_JOINED: cache.joined,
             SnapshotMetric.CACHE_MISSES: cache.misses,
             SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
+            **AdapterUse.metrics(self.workers.adapter_uses, info.adapters, info.adapter_bytes),
         }
 
     def release(self) -> None:
@@ -183,6 +237,20 @@ def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> i
     return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
 
 
+def _word_prompts(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, limits: InputLimits
+) -> WordPrompts | None:
+    """Return what makes prompts of a model that extracts spans."""
+    config = checkpoint.extraction
+    if config is None:
+        return None
+    labels = None
+    if config.labels is not None:
+        folder = checkpoint.weights_folder / LABELS_TOKENIZER
+        labels = ApartLabelTokens(Tokenizer(folder, config.labels.longest), config.labels, limits)
+    return WordPrompts(tokenizer, config, limits, labels)
+
+
 def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
     return InputLimits(
         max_sequence_tokens=info.max_sequence_tokens,
@@ -191,6 +259,25 @@ def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
         type_vocab_size=info.type_vocab_size,
         max_arena_tokens=info.max_arena_tokens,
     )
+
+
+def _long_text_rules(
+    checkpoint: Checkpoint, config: EngineConfig, info: ModelInfo
+) -> LongTextRules:
+    """Return what the model makes of spans and windows."""
+    no_spans, behind = "", ""
+    if not pools_spans(checkpoint.pooling):
+        found = " and ".join(checkpoint.pooling)
+        no_spans = f"pools by {found}: a vector of a span is the mean of its tokens"
+    elif info.device != "cpu":
+        no_spans = "runs on a GPU, which has one vector for each text (a CPU has others)"
+    for layer in checkpoint.vector_layers("embed"):
+        if not isinstance(layer, DenseConfig) or layer.activation != "identity":
+            behind = layer.shown
+    if checkpoint.rounds:
+        behind = "rounding"
+    # a setting holds for windows too
+    return LongTextRules(config.max_text_bytes or MAX_WINDOWED_BYTES, no_spans, behind)
 
 
 def _pair_template(

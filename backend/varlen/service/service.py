@@ -72,7 +72,6 @@ class Service(Generic[_Kind]):
 
     Attributes:
         sandbox: processes of the chat template and of grammars.
-        model: the rest.
         queues: requests that wait for something else before the engine.
     """
 
@@ -102,7 +101,6 @@ class Service(Generic[_Kind]):
         Args:
             kind: `EncoderParts` or `GeneratorParts`.
             stats: gets the counts of the engine.
-            gpu: number of the GPU, if the model runs on one.
             isolated: whether workers on a CPU are processes, whose faults stay theirs, instead of threads.
 
         Raises:
@@ -163,7 +161,6 @@ def log_notes(checkpoint: Checkpoint, task: Task, longest: int, limits: Sequence
     """Log what a user should know of a checkpoint, and limits below its own.
 
     Args:
-        checkpoint, task: the model.
         longest: its longest sequence, in tokens.
         limits: a sentence for each limit.
     """

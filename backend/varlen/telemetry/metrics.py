@@ -7,7 +7,7 @@ second, since each call there is a round trip between processes.
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from threading import Event, Lock, Thread
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -18,6 +18,8 @@ Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
 Refusal: TypeAlias = Literal["queue_full", "deadline", "expired", "shared_memory", "draining"]
 Kind: TypeAlias = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 
+# Label of the metrics of an adapter.
+ADAPTER = "adapter"
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]
 _FLUSH_SECONDS = 0.5
@@ -31,7 +33,8 @@ class Metric(str, Enum):
     Attributes:
         kind: the server's name of it.
         label: name of the label that tells its series apart, beside the labels of every metric.
-        label_values: the values of `label`; each has a series.
+        label_values: the values of `label`; each has a series. Values of the label `adapter` come with the
+            model.
     """
 
     kind: Kind
@@ -97,6 +100,7 @@ class CountedMetric(Metric):
         "Mean seconds between the tokens of a sequence, one observation per sequence",
     )
     SCHEDULING_SECONDS = "varlen_scheduling_seconds_total", "COUNTER", "Seconds spent on scheduling"
+    ADAPTER_REQUESTS = "varlen_adapter_requests_total", "COUNTER", "Requests accepted for the adapter", ADAPTER
 
 
 class SnapshotMetric(Metric):
@@ -158,21 +162,33 @@ class SnapshotMetric(Metric):
     CACHE_JOINED = "varlen_response_cache_joined_total", "COUNTER", "Sequences that joined an equal sequence in flight"
     CACHE_MISSES = "varlen_response_cache_misses_total", "COUNTER", "Sequences that were not in the response cache"
     CACHE_EVICTIONS = "varlen_response_cache_evictions_total", "COUNTER", "Entries evicted for size or age"
+    ADAPTER_LOADS = (
+        "varlen_adapter_loads_total", "COUNTER", "Times that a worker read the adapter into memory", ADAPTER
+    )
+    ADAPTER_EVICTIONS = (
+        "varlen_adapter_evictions_total", "COUNTER", "Times that the adapter made room for another one in a worker",
+        ADAPTER,
+    )
+    ADAPTER_BYTES = (
+        "varlen_adapter_resident_bytes", "GAUGE", "Bytes of the adapter in the memory of all workers", ADAPTER
+    )
 # fmt: on
 
 
 METRICS: tuple[Metric, ...] = (*CountedMetric, *SnapshotMetric)
-MetricsSnapshot: TypeAlias = Mapping[SnapshotMetric, float]
+# Values of metrics; of a metric with a label, by the label's value.
+MetricsSnapshot: TypeAlias = Mapping[SnapshotMetric | tuple[SnapshotMetric, str], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Counts since the last drain: requests by outcome and refusal, counters, observations."""
+    """Counts since the last drain: requests by outcome, refusal and adapter, counters, observations."""
 
     outcomes: Mapping[Outcome, int]
     refusals: Mapping[Refusal, int]
     counts: Mapping[CountedMetric, float]
     observed: Mapping[CountedMetric, deque[float]]
+    adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stats:
@@ -182,6 +198,7 @@ class Stats:
         self._lock = Lock()
         self._outcomes: Counter[Outcome] = Counter()
         self._refusals: Counter[Refusal] = Counter()
+        self._adapters: Counter[str] = Counter()
         self._counts: defaultdict[CountedMetric, float] = defaultdict(float)
         self._observed: defaultdict[CountedMetric, deque[float]] = _observations()
 
@@ -206,6 +223,11 @@ class Stats:
         """Count one request that is refused."""
         with self._lock:
             self._refusals[reason] += 1
+
+    def count_adapter(self, name: str) -> None:
+        """Count one request for an adapter of the model."""
+        with self._lock:
+            self._adapters[name] += 1
 
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
         """Count one batch and its tokens."""
@@ -236,8 +258,10 @@ class Stats:
     def drain(self) -> Drained:
         """Return all counts since the last drain."""
         with self._lock:
-            drained = Drained(self._outcomes, self._refusals, self._counts, self._observed)
-            self._outcomes, self._refusals = Counter(), Counter()
+            drained = Drained(
+                self._outcomes, self._refusals, self._counts, self._observed, self._adapters
+            )
+            self._outcomes, self._refusals, self._adapters = Counter(), Counter(), Counter()
             self._counts, self._observed = defaultdict(float), _observations()
         return drained
 
@@ -267,6 +291,7 @@ class Exporter:
         snapshot: Callable[[], MetricsSnapshot],
         make_series: SeriesMaker,
         labels: dict[str, str],
+        adapters: Iterable[str] = (),
     ) -> None:
         """Register every series, so that each is on the page from the start.
 
@@ -274,6 +299,7 @@ class Exporter:
             stats: counts that only this object drains.
             snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
+            adapters: names of the model's adapters.
         """
         self._stats = stats
         self._snapshot = snapshot
@@ -282,9 +308,15 @@ class Exporter:
         self._series: dict[tuple[Metric, str | None], Series] = {
             (metric, value): make_series(metric, labels | ({metric.label: value} if value else {}))
             for metric in METRICS
-            for value in metric.label_values or (None,)
+            for value in (adapters if metric.label == ADAPTER else metric.label_values or (None,))
         }
-        self._exported = dict.fromkeys(SnapshotMetric, 0.0)
+        # a call of the server is a round trip: only what has changed is exported
+        self._exported = {
+            key: 0.0
+            for metric, value in self._series
+            if isinstance(metric, SnapshotMetric)
+            for key in [metric if value is None else (metric, value)]
+        }
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
         self._thread.start()
@@ -301,19 +333,25 @@ class Exporter:
             self._series[CountedMetric.REQUESTS, outcome].increment(number)
         for reason, number in drained.refusals.items():
             self._series[CountedMetric.REFUSED_REQUESTS, reason].increment(number)
+        for name, number in drained.adapters.items():
+            self._series[CountedMetric.ADAPTER_REQUESTS, name].increment(number)
         for metric, count in drained.counts.items():
             self._series[metric, None].increment(count)
         for histogram, values in drained.observed.items():
             for value in values:
                 self._series[histogram, None].observe(value)
         snapshot = self._snapshot()
-        for read in SnapshotMetric:
-            series, value = self._series[read, None], snapshot.get(read, 0.0)
+        for key, before in self._exported.items():
+            value = snapshot.get(key, 0.0)
+            if value == before:
+                continue
+            read, label = (key, None) if isinstance(key, SnapshotMetric) else key
+            series = self._series[read, label]
             if read.kind == "GAUGE":
                 series.set(value)
             else:
-                series.increment(value - self._exported[read])
-                self._exported[read] = value
+                series.increment(value - before)
+            self._exported[key] = value
 
     def _loop(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

@@ -52,7 +52,6 @@ class EntityReader:
     """Makes the entities of a request's texts out of the scores of their tokens.
 
     Attributes:
-        texts: text of each row.
         tokens_of: returns the tokens of texts, cut as the model got them.
     """
 

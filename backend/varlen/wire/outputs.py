@@ -1,30 +1,34 @@
 """The outputs of tasks of one step: their tensors, and the arrays of a response.
 
 A response holds the outputs that the request names. All of them are made of the engine's fp32 outputs by sender
-threads.
+threads. A model may have the outputs of further tasks, each in the form of its own task.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.intake.context_windows import ContextWindows
+from varlen.intake.found import Found
+from varlen.intake.long_texts import LongTexts
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
-from varlen.request.questions import answers_json
-from varlen.request.request import Float32Array, Output, Request
+from varlen.request.request import Float32Array, Output, Request, split_outputs
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
-from varlen.request.spans import SpanForm, span_tensors
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
-from varlen.tasks import TASKS, Task, TaskFacts, Width
+from varlen.tasks import TASKS, Task, TaskFacts, Width, further_names
 from varlen.wire.entities import EntityReader
-from varlen.wire.specs import TensorSpec, output_specs
+from varlen.wire.max_sim import SCORES
+from varlen.wire.specs import TensorSpec, further_specs, output_specs
+
+# Output that every task has.
+_LENGTHS = "num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,12 @@ class ModelOutputs:
         width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
             fill a mask; 0 where tokens are the answer.
         normalize: whether embeddings are normalized, unless a request says otherwise.
+        rounds: whether embeddings have whole numbers, before they are normalized.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
-        scores_words: whether the scores of `extract` are of words, else of spans.
+        first_vector: tokens at the beginning of a text that have no vector.
+        further: outputs of further tasks.
     """
 
     task: Task
@@ -48,13 +54,15 @@ class ModelOutputs:
     max_active_dims: int | None = None
     term_text: Callable[[int], str] = str
     token_text: Callable[[int], str] = str
-    scores_words: bool = False
+    rounds: bool = False
+    first_vector: int = 0
+    further: tuple["ModelOutputs", ...] = ()
 
     @classmethod
-    def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
-        """Return the outputs of a checkpoint that serves a task."""
+    def of(cls, task: Task, checkpoint: Checkpoint, further: Sequence[Task] = ()) -> "ModelOutputs":
+        """Return the outputs of a checkpoint that serves a task and further ones."""
         widths: Mapping[Width, int] = {
-            "embedding": checkpoint.embedding_size,
+            "embedding": checkpoint.vector_size(task),
             "hidden": checkpoint.hidden_size,
             "labels": checkpoint.num_labels,
             "vocabulary": checkpoint.vocab_size,
@@ -67,9 +75,17 @@ class ModelOutputs:
             checkpoint.labels,
             checkpoint.normalize,
             checkpoint.splade.max_active_dims,
-            scores_words=checkpoint.extraction is not None
-            and checkpoint.extraction.scored == "words",
+            rounds=checkpoint.rounds,
+            first_vector=int(task == "token_embed" and checkpoint.m3 is not None),
+            further=tuple(cls.of(each, checkpoint) for each in further),
         )
+
+    def with_texts(
+        self, term_text: Callable[[int], str], token_text: Callable[[int], str]
+    ) -> "ModelOutputs":
+        """Return the outputs with texts of terms and tokens, see the attributes."""
+        further = tuple(each.with_texts(term_text, token_text) for each in self.further)
+        return replace(self, term_text=term_text, token_text=token_text, further=further)
 
     @property
     def facts(self) -> TaskFacts:
@@ -79,7 +95,8 @@ class ModelOutputs:
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the order in which a response has them."""
-        return output_specs(self.task, self.width)
+        others = chain.from_iterable(further_specs(each.task, each.width) for each in self.further)
+        return (*output_specs(self.task, self.width), *others)
 
     def first_of(self, requested: Collection[str]) -> str:
         """Return the first of the requested outputs, in the order of `specs`."""
@@ -94,9 +111,10 @@ class AnswerOptions:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
         top_k: tokens that fill a mask.
-        spans: form of the spans of `extract`.
         entities: reader of the entities of texts; None leaves them empty.
-        windows: windows of the contexts of questions, each a prompt.
+        found: rows of a task that finds parts of texts.
+        long: texts that are embedded in parts.
+        further: options of the outputs of further tasks, by names that they have alone.
     """
 
     names: frozenset[str]
@@ -104,9 +122,10 @@ class AnswerOptions:
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
-    spans: SpanForm = field(default_factory=SpanForm)
     entities: EntityReader | None = None
-    windows: ContextWindows | None = None
+    found: Found | None = None
+    long: LongTexts | None = None
+    further: Mapping[Task, "AnswerOptions"] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -118,7 +137,7 @@ class AnswerOptions:
             RequestError: the model has no vectors of this form.
         """
         normalize = outputs.normalize if given.normalize is None else given.normalize
-        vectors = VectorForm(given.dimensions, normalize, given.output_dtype)
+        vectors = VectorForm(given.dimensions, normalize, given.output_dtype, outputs.rounds)
         if outputs.task == "embed":
             vectors.check(outputs.width)
         return cls(
@@ -127,21 +146,20 @@ class AnswerOptions:
             outputs.labels.function if given.activation == "auto" else given.activation,
             given.max_active_dims or outputs.max_active_dims,
             given.top_k or min(DEFAULT_TOP_K, outputs.width),
+            further={
+                each.task: cls.of(given, each, names)
+                for each in outputs.further
+                if (names := own_names(each.task, requested))
+            },
         )
 
-    def with_spans(
-        self, texts: tuple[str, ...], given: RowParameters, outputs: ModelOutputs
-    ) -> "AnswerOptions":
-        """Return the answer with the spans that parameters ask for, of these texts."""
-        form = SpanForm(
-            texts,
-            given.labels or (),
-            given.threshold,
-            given.flat_ner,
-            given.multi_label,
-            outputs.scores_words,
-        )
-        return replace(self, spans=form)
+    def tasks(self, outputs: ModelOutputs) -> tuple[Task, ...]:
+        """Return the tasks whose outputs the request asks for; none is the model's own."""
+        if not self.further:
+            return ()
+        own = {spec.name for spec in output_specs(outputs.task)} - {_LENGTHS}
+        has_own = not own.isdisjoint(self.names)
+        return (*([outputs.task] if has_own else []), *self.further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +181,14 @@ class ArrayAnswer:
 
     @classmethod
     def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
-        """Return what answers a request."""
-        prompts, windows = request.prompts, options.windows
+        """Return what answers a request with the outputs of the model's own task."""
+        prompts, found = request.prompts, options.found or options.long
         num_tokens = [prompt.num_tokens for prompt in prompts]
         return cls(
             outputs,
             options,
-            num_tokens if windows is None else windows.count(num_tokens),
-            [prompt.num_vectors for prompt in prompts],
+            num_tokens if found is None else found.count(num_tokens),
+            [prompt.num_vectors - outputs.first_vector for prompt in prompts],
             [
                 [outputs.term_text(token_id).encode() for token_id in prompt.token_ids.tolist()]
                 for prompt in prompts
@@ -182,13 +200,14 @@ class ArrayAnswer:
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
         rows, width = len(self.num_tokens), self.outputs.width
+        vectors = rows if self.options.long is None else self.options.long.num_vectors
         if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
             return 4 * rows if "num_tokens" in self._names else 0
         longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
         numbers = 4 * rows * longest * width
         sizes = {
-            "sentence_embedding": rows * self.options.vectors.num_bytes(width),
+            "sentence_embedding": vectors * self.options.vectors.num_bytes(width),
             "num_vectors": 4 * rows,
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
             "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
@@ -212,7 +231,10 @@ class ArrayAnswer:
     @property
     def _names(self) -> list[str]:
         """The outputs that the request names, in the model's order."""
-        return [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
+        specs = output_specs(self.outputs.task)
+        names = [spec.name for spec in specs if spec.name in self.options.names]
+        # single texts have no scores
+        return [name for name in names if self.outputs.task != "token_embed" or name != SCORES]
 
     def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
         match name:
@@ -264,12 +286,8 @@ class ArrayAnswer:
     def _found_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
         """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
-        if options.windows is not None:
-            texts = [answers_json(row) for row in options.windows.answers(rows)]
-            return {"answers": np.array(texts, dtype=np.object_)[:, None]}
-        if outputs.task == "extract":
-            form = options.spans
-            return span_tensors([form.spans(row, each) for row, each in enumerate(rows)])
+        if options.found is not None:
+            return dict(options.found.tensors(rows))
         if outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
             return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)
@@ -289,6 +307,8 @@ class ArrayAnswer:
 
         Rows of tasks with an output per token are padded with zeros to the longest.
         """
+        if self.options.long is not None:
+            return self.options.long.vectors(rows)
         if not self.outputs.facts.has_token_rows:
             return np.stack(rows)
         longest = max(len(row) for row in rows)
@@ -296,6 +316,67 @@ class ArrayAnswer:
         for index, row in enumerate(rows):
             filled[index, : len(row)] = row
         return filled
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralAnswers:
+    """Makes the response to a request for the outputs of further tasks.
+
+    Attributes:
+        answers: makers of the outputs of each task, and the names of these in the response, in the order of the engine.
+        lengths: length of each row, in tokens; None if the request does not ask for it.
+    """
+
+    answers: Sequence[tuple[ArrayAnswer, Mapping[str, str]]]
+    lengths: Sequence[int] | None
+    streams: bool = field(default=False, init=False)
+
+    @classmethod
+    def to(
+        cls, request: Request, outputs: ModelOutputs, options: AnswerOptions
+    ) -> "SeveralAnswers":
+        """Return what answers a request."""
+        answers: list[tuple[ArrayAnswer, Mapping[str, str]]] = []
+        for task in request.options.outputs:
+            if task == outputs.task:
+                own = replace(options, names=options.names - {_LENGTHS})
+                answers.append((ArrayAnswer.to(request, outputs, own), {}))
+                continue
+            of_task = next(each for each in outputs.further if each.task == task)
+            answer = ArrayAnswer.to(request, of_task, options.further[task])
+            renamed = {tensor.name: name for name, tensor in further_names(task).items()}
+            answers.append((answer, renamed))
+        has_lengths = _LENGTHS in options.names
+        lengths = [prompt.num_tokens for prompt in request.prompts] if has_lengths else None
+        return cls(answers, lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors whose shapes follow from the lengths of the rows."""
+        lengths = 4 * len(self.lengths or ())
+        return lengths + sum(answer.num_bytes for answer, _ in self.answers)
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the output tensors by name, given the joined outputs of each row."""
+        rows = [(row, split_outputs(cast(Float32Array, output))) for row, output in outputs]
+        found: dict[str, npt.NDArray[Any]] = {}
+        for number, (answer, names) in enumerate(self.answers):
+            of_task = [(row, parts[number]) for row, parts in rows]
+            for name, tensor in answer.tensors(of_task).items():
+                found[names.get(name, name)] = tensor
+        if self.lengths is not None:
+            found[_LENGTHS] = _column(self.lengths)
+        return found
+
+
+def own_names(task: Task, requested: Collection[str]) -> frozenset[str]:
+    """Return the outputs of a further task that a request names.
+
+    The names are the ones of a model that has no other alone.
+    """
+    return frozenset(
+        tensor.name for name, tensor in further_names(task).items() if name in requested
+    )
 
 
 def _column(counts: Sequence[int]) -> npt.NDArray[np.int32]:

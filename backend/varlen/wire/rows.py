@@ -15,15 +15,17 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
-from varlen.intake.context_windows import ContextWindows
+from varlen.intake.found import FOUND
+from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import LongTextForm, LongTexts, limits_of
 from varlen.intake.tokenization import Text
 from varlen.parameter import LONGEST_NEAR_MISS, read_json, refuse
 from varlen.request.draft import Draft
 from varlen.request.request import Prompt
-from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide
-from varlen.request.spans import LABELS_TEXT
-from varlen.tasks import Task
+from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide, reads
+from varlen.tasks import TASKS, Task
 from varlen.wire.entities import EntityReader
+from varlen.wire.max_sim import SCORES, ScoredPairs
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
 from varlen.wire.tokenizer import TokenizerAnswer, check_operation, tokenizer_draft
 
@@ -36,8 +38,6 @@ DEFAULT_MAX_ROWS = 64
 _MIN_TIMEOUT_MICROSECONDS = 1000
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
-# Labels of a probe that has none.
-_PROBE_LABELS = ("a",)
 # Each name that is not ours is compared with all that are.
 _MAX_NAMES = 100
 # A name of ours with so few letters is another one with any other letter: top_k and top_n.
@@ -52,7 +52,7 @@ def read_request(
     *,
     requested: Collection[str],
     timeout_microseconds: int = 0,
-) -> tuple[Draft, AnswerOptions | TokenizerAnswer]:
+) -> tuple[Draft, AnswerOptions | ScoredPairs | TokenizerAnswer]:
     """Return the draft of a request, and the form of its answer, or the answer.
 
     Keeps no reference to a tensor.
@@ -68,8 +68,10 @@ def read_request(
     Raises:
         RequestError: the request cannot be served; the message says what came and what is allowed.
     """
-    named = read_parameters(parameters, _names_of(outputs.task))
-    given = RowParameters.read(named, outputs.task, width=outputs.width)
+    task, width = outputs.task, outputs.width
+    further = {each.task: each.width for each in outputs.further}
+    named = read_parameters(parameters, _names_of(task, tuple(further)))
+    given = RowParameters.read(named, task, width=width, further=further)
     check_operation(given.operation, [name for name in ROW_PARAMETERS if name in named])
     deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
     if given.operation != "infer":
@@ -77,28 +79,33 @@ def read_request(
         texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
-    if outputs.task == "extract":
-        if given.probe and given.labels is None:
-            # one request probes models of every task
-            given = replace(given, labels=_PROBE_LABELS)
-        texts = _labelled_texts(tensors, given, intake)
-        answer = answer.with_spans(tuple(texts), given, outputs)
-        steps = intake.extraction_steps(
-            texts,
-            answer.spans.labels,
-            truncate=given.is_cut,
-            max_tokens=given.truncate_prompt_tokens,
-        )
-        return Draft(steps, given.options(deadline)), answer
-    if outputs.task == "question_answer":
-        windows = _context_windows(tensors, given, intake)
-        return Draft(windows.steps, given.options(deadline)), replace(answer, windows=windows)
+    kind = FOUND.get(outputs.task)
+    if kind is not None:
+        _check_inputs(tensors, outputs.task, kind.needs)
+        given = kind.check(given)
+        found = kind.of(_texts(tensors, intake, _cut_side(given, intake)), given, intake)
+        return Draft(found.steps, given.options(deadline)), replace(answer, found=found)
+    if given.reads_parts:
+        long = _long_texts(tensors, given, intake, answer)
+        checked = given.options(deadline, normalize=long.normalizes_parts)
+        return Draft(long.steps, checked), replace(answer, long=long)
     if given.aggregation_strategy is not None:
         answer = replace(answer, entities=_entity_reader(tensors, given, intake))
-    checked = given.options(deadline, normalize=answer.vectors.normalize)
+    checked = given.options(
+        deadline, normalize=answer.vectors.normalize, outputs=answer.tasks(outputs)
+    )
+    if task == "token_embed" and "text_pair" in tensors and "text" in tensors:
+        # a side is cut as a text of its own
+        side = _cut_side(given, intake)
+        scored = ScoredPairs.of(_texts(tensors, intake, side), requested, given)
+        return Draft(scored.steps(given, intake), checked), scored
+    if task == "token_embed" and set(requested) == {SCORES}:
+        raise RequestError(
+            f"the request names only {SCORES}, of pairs; send the documents as text_pair, or name another output"
+        )
     if "text" in tensors:
         steps = intake.text_steps(
-            _texts(tensors, intake, intake.cut_side(given) if given.is_cut else None),
+            _texts(tensors, intake, _cut_side(given, intake)),
             truncate=given.is_cut,
             side=given.truncation_side,
             max_tokens=given.truncate_prompt_tokens,
@@ -173,7 +180,7 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
             f"the request has aggregation_strategy and activation {given.activation}; the scores of entities are of"
             " softmax: leave activation out"
         )
-    side = intake.cut_side(given) if given.is_cut else None
+    side = _cut_side(given, intake)
     tokens_of = partial(
         intake.tokenizer.tokens_of,
         truncate=given.is_cut,
@@ -185,9 +192,46 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
     return EntityReader(strategy, texts, tokens_of, intake.tokenizer.word_rules)
 
 
-def _names_of(task: Task) -> tuple[str, ...]:
-    """Return the names of a task's parameters."""
-    return tuple(name for name, each in ROW_PARAMETERS.items() if task in each.tasks)
+def _long_texts(
+    tensors: Tensors, given: RowParameters, intake: Intake, answer: AnswerOptions
+) -> LongTexts:
+    """Return the texts of a request that are embedded in parts.
+
+    Raises:
+        RequestError: it has other inputs or wants other outputs, cuts texts, or a text or a span is not served.
+    """
+    asked = "spans" if given.spans is not None else "windows"
+    if tensors.keys() != {"text"}:
+        raise RequestError(
+            f"the request has {asked} and {shorten(', '.join(tensors)) or 'no inputs'}; these are parts of single"
+            " texts: send text alone"
+        )
+    if answer.further:
+        raise RequestError(
+            f"the request has {asked} and asks for {', '.join(answer.further)} too; name only sentence_embedding"
+        )
+    if given.is_cut or given.truncation_side is not None:
+        raise RequestError(
+            f"the request has {asked} and cuts texts; leave truncate, truncate_prompt_tokens and truncation_side out"
+            " (windows: true reads all of a long text)"
+        )
+    texts = _strings("text", tensors["text"], limits_of(intake, windows=given.windows))
+    form = LongTextForm(given.spans, given.windows, given.window_overlap, answer.vectors.normalize)
+    return LongTexts(intake, texts, form, given.prefix)
+
+
+def _cut_side(given: RowParameters, intake: Intake) -> TruncationSide | None:
+    """Return the side on which texts that are too long are cut, if they are."""
+    return intake.cut_side(given) if given.is_cut else None
+
+
+def _names_of(task: Task, further: tuple[Task, ...]) -> tuple[str, ...]:
+    """Return the names of the parameters of a task and of further outputs."""
+    return tuple(
+        name
+        for name, each in ROW_PARAMETERS.items()
+        if task in each.tasks or any(reads(name, other) for other in further)
+    )
 
 
 def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
@@ -199,7 +243,7 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
         )
     texts = _texts_from_start(tensors, given, intake)
     if "text_pair" in tensors:
-        pairs = _strings("text_pair", tensors["text_pair"], intake)
+        pairs = _strings("text_pair", tensors["text_pair"], intake.limits)
         _check_rows("text_pair", len(pairs), "text", len(texts))
         for row, pair in enumerate(pairs):
             if pair:
@@ -209,17 +253,12 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
     return texts
 
 
-def _labelled_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
-    """Return the texts of a request for spans, which has labels too."""
-    if tensors.keys() != {"text"}:
+def _check_inputs(tensors: Tensors, task: Task, needs: str) -> None:
+    """Raise RequestError unless a request has all inputs of a task, and no others."""
+    if tensors.keys() != {tensor.name for tensor in TASKS[task].inputs}:
         raise RequestError(
-            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send only text, and the parameter labels"
+            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send {needs}"
         )
-    if given.labels is None:
-        raise RequestError(f"the request has no labels; send the parameter labels: {LABELS_TEXT}")
-    if given.truncation_side == "left":
-        raise RequestError("truncation_side is left; allowed with this model: right")
-    return _texts_from_start(tensors, given, intake)
 
 
 def _texts_from_start(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:
@@ -227,24 +266,8 @@ def _texts_from_start(tensors: Tensors, given: RowParameters, intake: Intake) ->
 
     Only a part is read of a text that is cut on the right.
     """
-    is_part = given.is_cut and intake.cut_side(given) == "right"
-    return _strings("text", tensors["text"], intake, "right" if is_part else None)
-
-
-def _context_windows(tensors: Tensors, given: RowParameters, intake: Intake) -> ContextWindows:
-    """Return the windows of the contexts of a request for answers."""
-    if tensors.keys() != {"text", "text_pair"}:
-        raise RequestError(
-            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, the question, and text_pair, its"
-            " context"
-        )
-    if given.is_cut or given.truncation_side is not None:
-        raise RequestError(
-            "the request cuts texts, and this model reads a long context in windows; leave truncate,"
-            " truncate_prompt_tokens and truncation_side out (max_seq_len is the length of a window)"
-        )
-    pairs = cast("list[tuple[str, str]]", _texts(tensors, intake, None))
-    return ContextWindows(intake.tokenizer, intake.limits, pairs, given.questions)
+    side = _cut_side(given, intake)
+    return _strings("text", tensors["text"], intake.limits, "right" if side == "right" else None)
 
 
 def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list[Text]:
@@ -252,22 +275,21 @@ def _texts(tensors: Tensors, intake: Intake, cut: TruncationSide | None) -> list
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         if name in tensors:
             raise RequestError(f"the request has both text and {name}; send one or the other")
-    texts = _strings("text", tensors["text"], intake, cut)
+    texts = _strings("text", tensors["text"], intake.limits, cut)
     if "text_pair" not in tensors:
         return list(texts)
-    pairs = _strings("text_pair", tensors["text_pair"], intake, cut)
+    pairs = _strings("text_pair", tensors["text_pair"], intake.limits, cut)
     _check_rows("text_pair", len(pairs), "text", len(texts))
     return list(zip(texts, pairs, strict=True))
 
 
 def _strings(
-    name: str, tensor: npt.NDArray[Any], intake: Intake, cut: TruncationSide | None = None
+    name: str, tensor: npt.NDArray[Any], limits: InputLimits, cut: TruncationSide | None = None
 ) -> list[str]:
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise RequestError(f"{name} has shape {list(tensor.shape)}; send [rows, 1]")
     return [
-        intake.limits.decoded(row, name, bytes(element), cut)
-        for row, element in enumerate(tensor[:, 0])
+        limits.decoded(row, name, bytes(element), cut) for row, element in enumerate(tensor[:, 0])
     ]
 
 

@@ -1,9 +1,9 @@
 """The tensors of a task as config.pbtxt declares them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from varlen.tasks import TASKS, Task, Tensor
+from varlen.tasks import TASKS, Task, Tensor, further_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,12 @@ def output_specs(task: Task, width: int = -1) -> tuple[TensorSpec, ...]:
     The width is the number of features or labels of the model.
     """
     return tuple(_spec(tensor, width) for tensor in TASKS[task].outputs)
+
+
+def further_specs(task: Task, width: int) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a task as further outputs of a model."""
+    names = further_names(task)
+    return tuple(replace(_spec(names[name], width), name=name) for name in names)
 
 
 def _spec(tensor: Tensor, width: int = -1, *, optional: bool = False) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""The wire format of `tokenize` and `detokenize`, which run no model.
+"""The wire format of `tokenize`, `detokenize` and `adapters`, which run no model.
 
 The parameter `operation` asks for one of them. The threads that tokenize make a JSON object of each text, and these
 objects are the answer: one BYTES tensor, under the name of an output that the request names (decision 0042).
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.intake.checks import Intake, steps_of
+from varlen.intake.checks import Intake
 from varlen.intake.roles import TextRole
 from varlen.parameter import JsonLimits, read_json, refuse
-from varlen.request.draft import Draft, TokenizationTask
+from varlen.request.draft import Draft, TokenizationTask, steps_of
 from varlen.request.request import Output, Prompt, RequestOptions
 from varlen.request.row_parameters import Operation, RowParameters
 
@@ -34,6 +34,7 @@ _PARAMETERS: Mapping[Operation, Collection[str]] = {
         "prompt",
     ),
     "detokenize": (*_EVERY, "skip_special_tokens"),
+    "adapters": _EVERY,
 }
 
 
@@ -42,7 +43,6 @@ class TokenizerAnswer:
     """The answer to a request, which its steps write.
 
     Attributes:
-        output: name of its only tensor.
         has_rows: whether the shape of the tensor is `[rows, 1]`; else it is `[1]`.
         rows: JSON text of each row.
     """
@@ -94,7 +94,7 @@ def tokenizer_draft(
     """Return the draft of a request, whose steps write the answer.
 
     Args:
-        texts: texts to tokenize, or JSON lists of token ids to detokenize.
+        texts: texts to tokenize, or JSON lists of token ids to detokenize; `adapters` reads none of them.
         given, intake: parameters of the request, and the checks of the model.
         answer: gets the rows.
         options: priority and deadline of the request.
@@ -108,7 +108,9 @@ def tokenizer_draft(
 
     def run(rows: range) -> tuple[Prompt, ...]:
         part = texts[rows.start : rows.stop]
-        if given.operation == "tokenize":
+        if given.operation == "adapters":
+            answer.rows += [_json({"adapters": intake.adapters})] * len(part)
+        elif given.operation == "tokenize":
             answer.rows += _token_objects(part, given, intake, role, first_row=rows.start)
         else:
             skip = given.skip_special_tokens is not False

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -31,6 +32,39 @@ from varlen_client.tokenizer_call import Tokenizable
 DEFAULT_MAX_TOKENS = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(RequestOptions):
+    """Options of an answer; each field is an argument of `Client.generate`."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Longest answer, in tokens; default: {DEFAULT_MAX_TOKENS}, or what fits."
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the most likely token; default: 1.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Smallest set of tokens with this probability.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens.")] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the most likely token's probability.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed; default: another one each time.")] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None
+    logit_bias: Annotated[
+        str | None, typer.Option(help="JSON object of numbers for the logits, by token id.")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option("--bad-word", help="Word that the answer lacks; may be repeated."),
+    ] = None
+
+
 @with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
@@ -45,62 +79,28 @@ def generate(
         str | None,
         typer.Option(help="JSON object of variables for the chat template; needs --chat."),
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"Longest answer, in tokens; default: {DEFAULT_MAX_TOKENS}, or what fits."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 takes the most likely token; default: 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Smallest set of tokens with this probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Least share of the most likely token's probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; default: another one each time.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
-    ] = None,
-    logit_bias: Annotated[
-        str | None, typer.Option(help="JSON object of numbers for the logits, by token id.")
-    ] = None,
-    bad_word: Annotated[
-        list[str] | None, typer.Option(help="Word that the answer lacks; may be repeated.")
-    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File with the JSON schema that the answer has to match.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per answer, or per part of it.")
     ] = False,
-    options: RequestOptions,
+    options: SamplingOptions,
 ) -> None:
     """Generate the answer to a prompt and print it."""
-    sampling: dict[str, Any] = {
-        "chat_template_kwargs": chat_template_kwargs,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop or None,
-        "bad_words": bad_word or None,
-        "logit_bias": logit_bias,
-        "structured_outputs": None if json_schema is None else {"json": _read_json(json_schema)},
-    }
     if chat_template_kwargs is not None and not chat:
         usage_error("--chat-template-kwargs needs --chat")
+    schema = None if json_schema is None else {"json": _read_json(json_schema)}
+    given = options.arguments | {
+        "chat_template_kwargs": chat_template_kwargs,
+        "structured_outputs": schema,
+    }
+    # an option that may be repeated is an empty list without one
+    given = {name: each for name, each in given.items() if each not in (None, [])}
     text = _read_stdin() if prompt == "-" else prompt
-    given = {name: each for name, each in sampling.items() if each is not None}
-    given |= options.arguments
     asked = [{"role": "user", "content": text}] if chat else text
     with options.connect() as client:
-        if max_tokens is None:
+        if options.max_tokens is None:
             given["max_tokens"] = _default_max_tokens(client, asked, given)
         for part in client.stream(asked, **given) if stream else _whole(client, asked, given):
             if as_json:
@@ -147,6 +147,27 @@ def _read_json(file: Path) -> object:
 _STDOUT = Path("-")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions(RequestOptions):
+    """Options of translations; each field is an argument of `Client.translate`."""
+
+    num_beams: Annotated[
+        int | None,
+        typer.Option("--beams", min=1, help="Beams of each text; default: the model decides."),
+    ] = None
+    n_best: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Translations of each text; above 1 each line has a score, a tab and a text.",
+        ),
+    ] = 1
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest translation, in tokens; default: the model decides."),
+    ] = None
+
+
 @with_options
 def translate(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to translate.")] = None,
@@ -158,24 +179,10 @@ def translate(
         Path, typer.Option(help="Write a line per translation here; default: stdout.")
     ] = _STDOUT,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
-    beams: Annotated[
-        int | None, typer.Option(min=1, help="Beams of each text; default: the model decides.")
-    ] = None,
-    n_best: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Translations of each text; above 1 each line has a score, a tab and a text.",
-        ),
-    ] = 1,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest translation, in tokens; default: the model decides."),
-    ] = None,
     concurrency: Annotated[
         int, typer.Option(min=1, help="Maximum texts in flight.")
     ] = DEFAULT_TEXT_CONCURRENCY,
-    options: RequestOptions,
+    options: SearchOptions,
 ) -> None:
     """Translate texts, or the lines of a file.
 
@@ -192,12 +199,7 @@ def translate(
     ):
         try:
             answers = client.translate(
-                [lines[place] for place in places],
-                num_beams=beams,
-                n_best=n_best,
-                max_tokens=max_tokens,
-                **options.arguments,
-                on_progress=on_progress,
+                [lines[place] for place in places], **options.arguments, on_progress=on_progress
             )
         except VarlenClientError as error:
             if file is None or error.rows is None or len(error.rows) > 1:
@@ -207,7 +209,7 @@ def translate(
     seconds = time.monotonic() - start
     written = [""] * len(lines)
     for place, answer in zip(places, answers, strict=True):
-        written[place] = _line(answer) if n_best == 1 else _scored_lines(answer)
+        written[place] = _line(answer) if options.n_best == 1 else _scored_lines(answer)
     if output == _STDOUT:
         for line in written:
             typer.echo(line)

@@ -16,8 +16,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from varlen_client.cli.options import usage_error
+from varlen_client.tasks import COMMANDS
 
 _GROUP = "varlen.commands"
+_ASKED_FIRST = ("embed", "similarity", "classify", "rerank", "generate", "translate")
+_ASKS = {
+    "similarity": "Print the cosine similarity of each pair of texts.",
+    "generate": "Generate the answer to a prompt and print it.",
+    "translate": "Translate texts, or the lines of a file.",
+    **{name: command.summary for name, command in COMMANDS.items()},
+}
 # All commands in the order of `varlen --help`, and what each does. Its own help begins with this sentence too, and goes
 # on with its docstring's second paragraph.
 PANELS: Mapping[str, Mapping[str, str]] = {
@@ -35,38 +43,19 @@ PANELS: Mapping[str, Mapping[str, str]] = {
         "quantize": "Calibrate a model for int8 or int4; measure the quality.",
         "convert-pickle": "Convert pickled weights to safetensors; run none of them.",
     },
-    "Ask": {
-        "embed": "Print or write the vectors of texts.",
-        "similarity": "Print the cosine similarity of each pair of texts.",
-        "classify": "Print the labels and scores of texts, the best first.",
-        "rerank": "Print documents and scores, the most relevant first.",
-        "generate": "Generate the answer to a prompt and print it.",
-        "translate": "Translate texts, or the lines of a file.",
-        "fill-mask": "Print the most likely tokens of each mask.",
-        "sparse-embed": "Print the terms of texts and their weights (SPLADE).",
-        "token-embed": "Print or write a vector for each token (ColBERT).",
-        "token-classify": "Print the tokens of texts with their best labels.",
-        "extract": "Print the spans of texts that have the labels (GLiNER).",
-        "hidden": "Print or write the last hidden state of each token.",
-    },
+    "Ask": {name: _ASKS[name] for name in dict.fromkeys((*_ASKED_FIRST, *_ASKS))},
     "Operate": {
         "status": "Print whether server and models are ready, and the load.",
         "drain": "Take a server out of service without losing a request.",
         "clean": "List or remove shared memory that ended servers left.",
-        "costs": "Measure what a model's batches cost; print and draw it.",
-        "profile": "Print where a model spends its time on a CPU, by op.",
-        "plan": "Draw where a batch's intermediates lie in memory.",
-        "simulate": "Compare scheduling policies on a virtual clock.",
+        "costs": "Measure what a model's batches cost; print it.",
     },
 }
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 # The commands of this distribution by their module.
 _OWN = {
     "generate": ("generate", "translate"),
-    "rows": (
-        *("embed", "similarity", "classify", "rerank", "fill-mask", "sparse-embed"),
-        *("token-embed", "token-classify", "extract", "hidden"),
-    ),
+    "rows": ("similarity", *COMMANDS),
     "serve_http": ("serve-http",),
     "status": ("status",),
 }
@@ -84,19 +73,11 @@ _ELSEWHERE: Mapping[str, str] = {
     "quantize": "calibrate int4 int8 quantise",
     "convert-pickle": "convert pickle",
     "generate": "ask chat complete completion prompt",
-    "embed": "embedding embeddings encode vectorize",
-    "rerank": "rank score",
-    "classify": "predict",
-    "token-classify": "tag",
-    "extract": "entities gliner ner pii spans",
-    "sparse-embed": "splade",
-    "token-embed": "colbert",
     "status": "health info metrics ps ready stats top",
     "drain": "down quit shutdown stop",
+    **{name: command.synonyms for name, command in COMMANDS.items()},
     "clean": "cleanup clean-shared-memory shm",
     "costs": "bench benchmark measure profile-costs",
-    "profile": "profile-ops trace",
-    "plan": "memory show-plan",
 }
 _MEANT = {word: name for name, words in _ELSEWHERE.items() for word in words.split()}
 

@@ -11,15 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from varlen_client.cli.options import DEFAULT_URLS, Model, Urls, exit_on_error, fail
 from varlen_client.errors import InvalidRequest, VarlenClientError
-from varlen_client.row_options import TruncationSide
 from varlen_client.sync import Client
+from varlen_client.tasks import COMMANDS
+from varlen_client.tasks.row_task import TruncationSide
 from varlen_client.wire import ModelInfo
 
 # For a better message of an error; most models are known by then.
@@ -50,6 +51,9 @@ class RequestOptions:
     timeout: Annotated[
         float | None,
         typer.Option(min=0.001, help="Seconds for the whole command; default: no limit."),
+    ] = None
+    adapter: Annotated[
+        str | None, typer.Option(help="Adapter that changes the model; default: none.")
     ] = None
 
     @contextmanager
@@ -82,6 +86,9 @@ class RequestOptions:
         }
 
 
+_OF_ALL_REQUESTS = frozenset(each.name for each in fields(RequestOptions))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions(RequestOptions):
     """Options of a command that sends rows to a model of one step."""
@@ -106,44 +113,40 @@ def _other_task(command: str, client: Client, seconds: float) -> str | None:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that has, instead of `options`, an option for each of its fields."""
+    """Return a command that has, instead of `options`, an option for each of its fields.
+
+    Options of all requests come last.
+    """
     signature = inspect.signature(command, eval_str=True)
     kind = signature.parameters["options"].annotation
-    shared = dict(inspect.signature(kind, eval_str=True).parameters)
-    del shared["command"]
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=each.default,
+            annotation=hints[each.name],
+        )
+        for each in sorted(fields(kind), key=lambda each: each.name in _OF_ALL_REQUESTS)
+        if each.name != "command"
+    ]
     own = [each for name, each in signature.parameters.items() if name != "options"]
 
     @functools.wraps(command)
     def flat(**arguments: object) -> None:
-        given = {name: arguments.pop(name) for name in shared}
+        given = {each.name: arguments.pop(each.name) for each in shared}
         options = kind(command=command.__name__, **given)
         command(**arguments, options=options)
 
-    flat.__signature__ = signature.replace(parameters=[*own, *shared.values()])  # type: ignore[attr-defined]  # inspect's own hook
+    flat.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]  # inspect's own hook
     return flat
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Words about the models of a task."""
-
-    does: str
-    makes: str
-    kind: str
-
-
-_WORDS: Mapping[str, _Words] = {
-    "embed": _Words("embeds texts", "vectors of texts", "an embedding model"),
-    "sparse_embed": _Words("weighs terms of texts", "sparse vectors", "a SPLADE model"),
-    "classify": _Words("labels texts", "labels of texts", "a classifier"),
-    "rerank": _Words("ranks documents", "scores of documents", "a reranker"),
-    "fill_mask": _Words("fills masks", "tokens for masks", "a masked language model"),
-    "extract": _Words("extracts spans", "spans of labels", "a model of GLiNER"),
-    "token_classify": _Words("labels tokens", "labels of tokens", "a token classifier"),
-    "token_embed": _Words("embeds tokens", "vectors of tokens", "a ColBERT model"),
-    "hidden": _Words("gives hidden states", "hidden states", "a model of the task hidden"),
-    "generate": _Words("generates text", "generated text", "a model that generates"),
-    "translate": _Words("translates texts", "translations", "a translation model"),
+# What the models of each task do and make, and what they are.
+_WORDS: Mapping[str, tuple[str, str, str]] = {
+    **{each.task: each.words for each in COMMANDS.values()},
+    "generate": ("generates text", "generated text", "a model that generates"),
+    "translate": ("translates texts", "translations", "a translation model"),
 }
 # The task of the models that a command asks, where it has another name.
 _TASK_OF_COMMAND = {"similarity": "embed"}
@@ -163,8 +166,8 @@ def other_task(command: str, info: ModelInfo) -> str | None:
         answered.add("translate")
     if wanted in answered:
         return None
-    own = f"varlen {task.replace('_', '-')}"
+    (does, _, _), (_, makes, kind) = _WORDS[task], _WORDS[wanted]
     return (
-        f"{info.name} {_WORDS[task].does}; it has no {_WORDS[wanted].makes}: ask it with `{own}`,"
-        f" or serve {_WORDS[wanted].kind} (--model names it)"
+        f"{info.name} {does}; it has no {makes}: ask it with `varlen {task.replace('_', '-')}`, or serve {kind}"
+        " (--model names it)"
     )

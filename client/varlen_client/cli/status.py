@@ -36,7 +36,7 @@ def status(
     metrics_url: Annotated[
         str | None,
         typer.Option(
-            help="Default: the port after that of the server's gRPC, else 8002, of the same host, path /metrics."
+            help="Default: the port after the server's gRPC port, else 8002, of the same host, path /metrics."
         ),
     ] = None,
     urls: Urls = DEFAULT_URLS,

@@ -26,9 +26,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
+from typing_extensions import Self
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.unserved_fields import UnservedFields
+from varlen_client.gateway.unserved_fields import ADAPTERS, UnservedFields
 
 _Fields = TypeVar("_Fields", bound="Fields")
 _Item = TypeVar("_Item")
@@ -50,6 +51,8 @@ _MAX_REPEATED = 1 << 26
 MAX_FIELDS = 256
 # Characters of the name of a field that are looked at.
 MAX_NAME = 64
+# Between a model and an adapter that a body names in fields of their own: no name has it.
+AND_ADAPTER = "\0"
 # Type of the error of a field that is unknown or not served, whose object is its location.
 REFUSED_FIELD = "refused_field"
 
@@ -134,7 +137,7 @@ class Object(BaseModel):
         for name in given:
             if name in names:
                 continue
-            field = cls.unserved.get(name)
+            field = _unserved_of(cls).get(name)
             if field is not None:
                 if not field.allows(given[name]):
                     raise refused_field(name, f"is not supported: {field.reason}")
@@ -151,6 +154,13 @@ class Object(BaseModel):
 def _names_of(form: type[Object]) -> frozenset[str]:
     """Return the names that fields of a form have in JSON."""
     return frozenset(field.alias or name for name, field in form.model_fields.items())
+
+
+@cache
+def _unserved_of(form: type[Object]) -> UnservedFields:
+    """Return the fields that a form and its bases refuse with a reason."""
+    bases = reversed([each for each in form.__mro__ if issubclass(each, Object)])
+    return {name: field for each in bases for name, field in each.unserved.items()}
 
 
 def refused_field(name: str, why: str) -> PydanticCustomError:
@@ -184,8 +194,23 @@ class Fields(Object):
 class RequestBody(Fields):
     """What the bodies of requests have."""
 
+    unserved = ADAPTERS
+
     model: str | None = None
-    """The server's name of the model; by default the name in `?model=`, the gateway's, or the only ready one."""
+    """The model, or `MODEL:ADAPTER`; by default the name in `?model=`, the gateway's, or the only ready model."""
+    adapter: StrictStr | None = None
+    """Name of the adapter that changes the model."""
+    lora_path: StrictStr | None = None
+    """SGLang's name of `adapter`."""
+
+    @model_validator(mode="after")
+    def _with_adapter(self) -> Self:
+        if self.adapter and self.lora_path and self.adapter != self.lora_path:
+            raise refused_field("lora_path", "and adapter are two names of one field; send one")
+        adapter, model = self.adapter or self.lora_path, self.model or ""
+        if adapter:
+            self.model = f"{model}{AND_ADAPTER}{adapter}"
+        return self
 
 
 class OpenAIBody(RequestBody):

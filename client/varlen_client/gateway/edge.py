@@ -145,18 +145,30 @@ class Edge:
 
     async def _body_or_error(self, receive: Receive) -> bytes | Response:
         """Return the body of a request, or why it is not read to its end."""
-        body = bytearray()
-        reading = asyncio.ensure_future(self._read_body(receive, body))
+        body, before, steps, is_slow = bytearray(), 0, 0, False
+        stop, loop = _canceller(), asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def check() -> None:
+            nonlocal before, steps, is_slow, timer
+            steps += 1
+            is_last = steps == round(_BODY_SECONDS / _BODY_STEP_SECONDS)
+            is_slow = is_last or len(body) - before < BODY_RATE * _BODY_STEP_SECONDS
+            before = len(body)
+            if is_slow:
+                stop()
+            else:
+                timer = loop.call_later(_BODY_STEP_SECONDS, check)
+
+        timer = loop.call_later(_BODY_STEP_SECONDS, check)
         try:
-            for _ in range(round(_BODY_SECONDS / _BODY_STEP_SECONDS)):
-                before = len(body)
-                await asyncio.wait({reading}, timeout=_BODY_STEP_SECONDS)
-                if reading.done():
-                    return self._too_large() if reading.result() else bytes(body)
-                if len(body) - before < BODY_RATE * _BODY_STEP_SECONDS:
-                    break
+            is_large = await self._read_body(receive, body)
+            return self._too_large() if is_large else bytes(body)
+        except asyncio.CancelledError:
+            if not is_slow:
+                raise
         finally:
-            await cancel_all([reading])
+            timer.cancel()
         limit = (
             f"the body came too slowly; allowed: {BODY_RATE} bytes each second or more,"
             f" and up to {_BODY_SECONDS:g} s"
@@ -175,7 +187,10 @@ class Edge:
         return len(body) > self._max_body_bytes
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the route; cancel it when the client leaves or reads too slowly."""
+        """Run the route; cancel it when the client leaves or reads too slowly.
+
+        It runs in this task: each task of its own costs as much as reading a small body.
+        """
         messages: list[Message] = [{"type": "http.request", "body": body}]
 
         async def replay() -> Message:
@@ -189,18 +204,35 @@ class Edge:
                 pass
 
         headers = Headers(scope=scope)
-        with trace_context(headers.getlist("traceparent"), headers.getlist("tracestate")):
-            # the task keeps the context of its start
-            route = asyncio.ensure_future(self._app(scope, replay, send))
+        stop, why = _canceller(), list[type[Exception]]()
+
+        def end(reason: type[Exception]) -> None:
+            if not why:
+                why.append(reason)
+                stop()
+
         left = asyncio.ensure_future(wait_until_left())
+        left.add_done_callback(lambda _: end(_ClientLeft))
+        late = asyncio.get_running_loop().call_later(self._seconds, end, _TooLate)
         try:
-            both = {route, left}
-            await asyncio.wait(both, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not route.done():
-                raise _ClientLeft if left.done() else _TooLate
-            route.result()
+            with trace_context(headers.getlist("traceparent"), headers.getlist("tracestate")):
+                await self._app(scope, replay, send)
+        except asyncio.CancelledError:
+            if not why:
+                raise
+            raise why[0] from None
         finally:
-            await cancel_all([route, left])
+            # nothing ends this task from here on
+            why.append(_ClientLeft)
+            late.cancel()
+            await cancel_all([left])
+
+
+def _canceller() -> Callable[[], object]:
+    """Return a function that cancels the task that runs now."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancel
 
 
 def _encoded(key: str) -> list[bytes]:

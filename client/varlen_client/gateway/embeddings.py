@@ -9,6 +9,7 @@ import base64
 import uuid
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Request
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import (
+    AND_ADAPTER,
     MAX_INPUTS,
     CutEnd,
     Fields,
@@ -30,11 +32,14 @@ from varlen_client.gateway.bodies import (
     rows_of,
 )
 from varlen_client.gateway.json_reading import read_body
-from varlen_client.gateway.json_writing import Blocks, Rows, json_response, listed
+from varlen_client.gateway.json_writing import Blocks, Rows, json_bytes, json_response, listed
 from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.tei import check_token_features
 from varlen_client.gateway.unserved_fields import COHERE, EMBEDDINGS, OUTPUTS
-from varlen_client.row_options import InputType
-from varlen_client.tasks import EMBED
+from varlen_client.tasks.answers import Vectors
+from varlen_client.tasks.row_task import InputType
+from varlen_client.tasks.several import several
+from varlen_client.tasks.vectors import EMBED, SparseVector
 from varlen_client.wire import Floats
 
 VectorType: TypeAlias = Literal["float", "base64"]
@@ -46,12 +51,25 @@ _JINA_TASKS: Mapping[str, InputType] = {
     "classification": "classification",
     "separation": "clustering",
 }
+# Field of the body for each output.
+_RETURNED: Mapping[str, str] = {
+    "embed": "return_dense",
+    "sparse_embed": "return_sparse",
+    "token_embed": "return_colbert_vecs",
+}
 # Each type once; an answer of Cohere has all its vectors again for each.
 _MAX_TYPES = 2
 
 
+def encoded_json(array: Floats, name: VectorType) -> bytes:
+    """Return the JSON of an array in a form of `encoded`."""
+    if name == "base64":
+        return b'"%b"' % base64.b64encode(array.astype("<f4", copy=False).tobytes())
+    return json_bytes(array.tolist())
+
+
 def encoded(array: Floats, name: VectorType) -> Any:
-    """Return an array as numbers, or as OpenAI's base64: little-endian fp32."""
+    """Return an array as numbers, or as OpenAI's base64: little-endian fp32, row by row."""
     if name == "base64":
         return base64.b64encode(array.astype("<f4").tobytes()).decode()
     return array.tolist()
@@ -69,6 +87,15 @@ class VectorFields(InstructionFields):
     prompt: StrictStr | None = None
     """The name of sentence-transformers: a text that is put before each text."""
     cache_salt: StrictStr | None = None
+    windows: bool | None = None
+    """Texts that are longer than the model are read in windows."""
+    window_overlap: int | None = Field(default=None, ge=0)
+
+    def truncation_options(self, *, auto_truncate: bool) -> dict[str, Any]:
+        """Return the client's arguments; windows cut nothing unless the request says it."""
+        if self.windows and self._is_cut() is None:
+            return {}
+        return super().truncation_options(auto_truncate=auto_truncate)
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation."""
@@ -93,6 +120,12 @@ class EmbeddingsBody(OpenAIBody, VectorFields):
     """Jina's name of `input_type`."""
     normalized: bool | None = None
     """Jina's name of `normalize`."""
+    late_chunking: bool = False
+    """Jina's: the texts are chunks of one document, which the model reads as a whole, with a space between them."""
+    return_dense: bool = True
+    """This and the next two are the names of FlagEmbedding for the outputs of bge-m3."""
+    return_sparse: bool = False
+    return_colbert_vecs: bool = False
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation.
@@ -121,14 +154,83 @@ class InfinityEmbeddingsBody(EmbeddingsBody):
 
 async def embeddings(gateway: Gateway, body: EmbeddingsBody) -> Response:
     """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
+    rows = rows_of(body.input, "input")
+    tasks = [task for task, name in _RETURNED.items() if getattr(body, name)]
+    if body.late_chunking:
+        return await _late_chunks(gateway, body, rows, tasks)
+    if tasks != ["embed"]:
+        return await _several(gateway, body, rows, tasks)
     name, vectors, tokens = await gateway.answer(
-        body.model, EMBED, rows_of(body.input, "input"), text_fields=body, **body.options()
+        body.model, EMBED, rows, text_fields=body, **body.options()
     )
+    return _listed(name, body, vectors, tokens)
+
+
+def _listed(name: str, body: EmbeddingsBody, vectors: Vectors, tokens: int | None) -> Response:
+    """Return the answer with these vectors."""
+    form = body.encoding_format
     data = (
-        {"object": "embedding", "index": index, "embedding": encoded(vector, body.encoding_format)}
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, encoded_json(vector, form))
         for index, vector in enumerate(vectors)
     )
     return listed(name, data, tokens)
+
+
+async def _late_chunks(
+    gateway: Gateway, body: EmbeddingsBody, rows: list[str] | list[list[int]], tasks: list[str]
+) -> Response:
+    """Answer with a vector for each chunk of a document.
+
+    A document that is longer than the model is read in windows. The test of jina-ai/late-chunking that calls Jina's API
+    joins chunks by a space.
+    """
+    if tasks != ["embed"]:
+        raise InvalidRequest("late_chunking has only dense vectors; leave the other outputs out")
+    chunks = [row for row in rows if isinstance(row, str)]
+    if len(chunks) < len(rows):
+        raise InvalidRequest("input has token ids, and late_chunking needs texts; send texts")
+    for index, chunk in enumerate(chunks):
+        if not chunk.strip():
+            raise InvalidRequest(f"input[{index}] is blank, and so has no vector; leave it out")
+    ends = list(accumulate(len(chunk) + 1 for chunk in chunks))
+    spans = [(end - len(chunk) - 1, end - 1) for chunk, end in zip(chunks, ends, strict=True)]
+    options = {**body.options(), "spans": spans, "windows": True}
+    name, vectors, tokens = await gateway.answer(
+        body.model, EMBED, [" ".join(chunks)], text_fields=None, **options
+    )
+    return _listed(name, body, vectors, tokens)
+
+
+async def _several(
+    gateway: Gateway, body: EmbeddingsBody, rows: list[str] | list[list[int]], tasks: list[str]
+) -> Response:
+    """Answer with the outputs of these tasks, which one pass makes."""
+    if not tasks:
+        raise InvalidRequest(
+            f"the request has no output; set one of {', '.join(_RETURNED.values())}"
+        )
+    if "token_embed" in tasks:
+        info = await gateway.info(body.model)
+        check_token_features("input", rows, info.outputs.get("token_embeddings", (0,))[-1])
+    name, found, tokens = await gateway.answer(
+        body.model, several(tasks), rows, text_fields=body, tasks=tasks, **body.options()
+    )
+
+    def entry(index: int, row: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"object": "embedding", "index": index}
+        if "embed" in row:
+            fields["embedding"] = encoded(row["embed"], body.encoding_format)
+        if "sparse_embed" in row:
+            terms: SparseVector = row["sparse_embed"]
+            fields["sparse_embedding"] = {
+                "indices": terms.indices.tolist(),
+                "values": terms.values.tolist(),
+            }
+        if "token_embed" in row:
+            fields["colbert_vecs"] = encoded(row["token_embed"], body.encoding_format)
+        return fields
+
+    return listed(name, (entry(*each) for each in enumerate(found)), tokens)
 
 
 async def embed_as_infinity(gateway: Gateway, body: InfinityEmbeddingsBody) -> Response:
@@ -261,6 +363,8 @@ class InferParameters(VectorFields):
 
     is_strict = True
 
+    adapter: StrictStr | None = None
+
 
 class InferBody(Fields):
     """A request to `/v2/models/NAME/infer`, as `triton/` models of litellm send it.
@@ -280,8 +384,9 @@ async def infer(gateway: Gateway, name: str, request: Request) -> Response:
     # litellm sends no Content-Type, without which FastAPI reads no body
     body = await read_body(InferBody, await request.body(), gateway.ignore_fields)
     parameters = body.parameters
+    model = name if parameters.adapter is None else f"{name}{AND_ADAPTER}{parameters.adapter}"
     _, vectors, _ = await gateway.answer(
-        name, EMBED, body.inputs[0].rows(), text_fields=parameters, **parameters.options()
+        model, EMBED, body.inputs[0].rows(), text_fields=parameters, **parameters.options()
     )
     output = {
         "name": "sentence_embedding",

@@ -121,18 +121,6 @@ def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
     return kind.status, error_body(kind.message or str(error), kind.type, code=kind.code)
 
 
-class BodyRefused(HTTPException):
-    """A body of a wrong form.
-
-    Attributes:
-        param: name of the wrong field; None is the whole body.
-    """
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(400, message)
-        self.param = param
-
-
 def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) -> None:
     """Answer every error in OpenAI's shape, except TEI's of overload.
 
@@ -152,10 +140,6 @@ def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) 
     async def of_body(_: Request, error: RequestValidationError) -> Response:
         param, message = describe(error)
         return error_response(400, message, param=param)
-
-    @app.exception_handler(BodyRefused)
-    async def of_refused_body(_: Request, error: BodyRefused) -> Response:
-        return error_response(400, error.detail, param=error.param)
 
     @app.exception_handler(HTTPException)
     async def of_route(request: Request, error: HTTPException) -> Response:

@@ -95,20 +95,25 @@ def add_front_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
-        """The models that are ready."""
-        names = await gateway.models.ready()
-        return json_response({"object": "list", "data": [_listed(name) for name in names]})
+        """The models that are ready, each with its adapters."""
+        data = [_listed(*each) for each in await gateway.models.listed()]
+        return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> Response:
-        """One of the models that are ready."""
-        if name not in await gateway.models.ready():
+        """One of the models that are ready, or of their adapters."""
+        found = (_listed(*each) for each in await gateway.models.listed())
+        entry = next((each for each in found if name in (each["id"], each["root"])), None)
+        if entry is None:
             raise ModelNotFound(f"the server has no ready model {name!r}")
-        return json_response(_listed(name))
+        return json_response(entry)
 
 
-def _listed(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "varlen"}
+def _listed(model: str, adapter: str) -> dict[str, object]:
+    """Return vLLM's object of a model, or of one of its adapters."""
+    named = {"id": f"{model}:{adapter}" if adapter else model, "object": "model", "created": 0}
+    parent = model if adapter else None
+    return {**named, "owned_by": "varlen", "root": adapter or model, "parent": parent}
 
 
 async def _overview(gateway: Gateway) -> Mapping[str, Any]:

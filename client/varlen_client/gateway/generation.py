@@ -70,6 +70,7 @@ async def _answer(
 ) -> Response:
     """Return the answers to prompts; `names` are the beginning of their id, and their kind."""
     model = await gateway.models.get(body.model)
+    sampling = {**sampling, **model.options}
     prefix, kind = names
     head = Head.new(prefix, kind, model.name, body.request_id)
     timeout = gateway.settings.timeout_seconds

@@ -8,21 +8,20 @@ requests go on between the steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import MAX_INPUTS, Fields, Ignore, checked
-from varlen_client.gateway.errors import BodyRefused, describe
+from varlen_client.gateway.models import read_query_model
 
 _T = TypeVar("_T")
 _Form = TypeVar("_Form", bound=Fields)
@@ -71,30 +70,41 @@ class JsonSize:
 
 
 class BodyRoute(APIRoute):
-    """A route whose JSON is read by `read_body`, and not checked again by FastAPI."""
+    """A route whose body is read once, by `read_body`.
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the function that answers requests."""
-        handle = super().get_route_handler()
-        if self.body_field is None:
-            return handle
-        form: type[Fields] = self.body_field.field_info.annotation  # type: ignore[assignment]
+    FastAPI answers requests without JSON, and describes routes.
+    """
 
-        class LimitedRequest(Request):
-            async def json(self) -> Fields:
-                try:
-                    return await read_body(form, await self.body(), self.app.state.ignore_fields)
-                # FastAPI passes on no other errors
-                except InvalidRequest as error:
-                    raise BodyRefused(str(error)) from None
-                except RequestValidationError as error:
-                    param, message = describe(error)
-                    raise BodyRefused(message, param) from None
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request, field = Request(scope, receive), self.body_field
+        has_json = _is_json(request.headers.get("content-type", ""))
+        if field is None or not has_json or scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        body = await request.body()
+        if not body:
+            await super().handle(scope, _no_body, send)
+            return
+        form: type[Fields] = field.field_info.annotation  # type: ignore[assignment]
+        query = scope["query_string"]
+        await read_query_model(request.query_params.get("model") if query else None)
+        given = await read_body(form, body, request.app.state.ignore_fields)
+        response = await self.endpoint(**{field.name: given})
+        await response(scope, receive, send)
 
-        async def read_and_handle(request: Request) -> Response:
-            return await handle(LimitedRequest(request.scope, request.receive))
 
-        return read_and_handle
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def _is_json(content_type: str) -> bool:
+    """Return whether FastAPI reads bodies of this type.
+
+    Pages of other sites cannot send them unless the gateway allows it.
+    """
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 async def read_body(form: type[_Form], body: bytes, ignore: Ignore | None) -> _Form:

@@ -34,8 +34,11 @@ class Observed:
 
 def path_names(routes: Sequence[Route]) -> Callable[[str], str]:
     """Return a function from paths to names of routes, such as `/v1/models/{name}`, or `other`."""
+    plain = {route.path_format for route in routes if "{" not in route.path_format}
 
     def name_of(path: str) -> str:
+        if path in plain:
+            return path
         found = (route.path_format for route in routes if route.path_regex.match(path))
         return next(found, "other")
 

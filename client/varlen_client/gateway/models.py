@@ -1,4 +1,6 @@
-"""Clients of the models that requests name, and the check of token ids.
+"""Clients of the models and adapters that requests name, and the check of token ids.
+
+The name of an adapter is `MODEL:ADAPTER`, as of SGLang and OpenAI. If one model has it, `ADAPTER` will do, as of vLLM.
 
 Clients of OpenAI's embeddings send ids of OpenAI's tokenizer. Another model has most of these ids too, and would answer
 with a wrong vector. Ids of a model's own tokenizer have its special tokens, which OpenAI's have not.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,9 +22,9 @@ from fastapi import Query
 from varlen_client.aio import AsyncClient
 from varlen_client.errors import InvalidRequest, ModelNotFound, ServerUnavailable, VarlenClientError
 from varlen_client.gateway import GatewaySettings
-from varlen_client.gateway.bodies import Ignore, TextFields
+from varlen_client.gateway.bodies import AND_ADAPTER, Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics
-from varlen_client.tasks import RowTask
+from varlen_client.tasks.row_task import RowTask
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, ModelState, Pairs, only_ready_model
@@ -35,8 +37,10 @@ _RETRIES = RetryPolicy(max_retries=2)
 _CHECKS_IDS = ("embed", "sparse_embed", "classify")
 # Longest time for which a state of the server is known: `/health` and `/` may need no key.
 _STATE_SECONDS = 1.0
-# The same for infos. A model may be loaded again with other sizes.
+# The same for infos and adapters. A model may be loaded again with other sizes.
 _INFO_SECONDS = 30.0
+# Longest question for the adapters of a model.
+_ADAPTERS_SECONDS = 5.0
 
 Connect = Callable[[str | None], AsyncClient]
 
@@ -53,10 +57,16 @@ _QUERY_MODEL: ContextVar[str | None] = ContextVar("model in the query of a reque
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model and its client."""
+    """A model, the name by which a request may ask for it, and its client.
+
+    Attributes:
+        name: `MODEL:ADAPTER` with an adapter.
+        options: the client's argument for the adapter.
+    """
 
     name: str
     client: AsyncClient
+    options: Mapping[str, str]
 
 
 class _Shared(Generic[_Answer]):
@@ -99,24 +109,42 @@ class Models:
         self._descriptions = _Shared(self._describe)
         self._infos: dict[str, ModelInfo] = {}
         self._infos_until = -math.inf
+        # when they were asked, and what came
+        self._adapters: dict[str, tuple[float, Mapping[str, str] | None]] = {}
+        # models and adapters by the names that requests have for them
+        self._adapted: dict[str, tuple[str, str]] = {}
+        self._adapted_until = -math.inf
 
     async def get(self, name: str | None) -> NamedModel:
         """Return a model by the name in the body or query of a request.
 
+        Args:
+            name: the name, or `MODEL:ADAPTER`; fields of their own stand in it as in `RequestBody`.
+
         Raises:
-            InvalidRequest: the body and the query have different names.
-            ModelNotFound: the server has no such model, or several and none was named.
+            InvalidRequest: the body and the query have different names, or the request has two adapters.
+            ModelNotFound: the server has no such model or adapter, or several models and none was named.
             ServerUnavailable: no model is ready.
         """
+        name, _, adapter = (name or "").partition(AND_ADAPTER)
         in_query = _QUERY_MODEL.get()
         if name and in_query and name != in_query:
             raise InvalidRequest(
                 f"the request has the model {name!r}, and {in_query!r} in its query; send one of them"
             )
         wanted = name or in_query or self._default
+        own = ""
         if (wanted, TENANT.get()) not in self._clients or wanted is None:
-            wanted = await self._existing(wanted)
-        return NamedModel(wanted, self._client(wanted))
+            wanted, own = await self._model_and_adapter(wanted)
+        if adapter and own not in ("", adapter):
+            raise InvalidRequest(
+                f"the request has the adapter {adapter!r}, and {own!r} in the name of its model; send one of them"
+            )
+        if adapter and not own:
+            await self._check_adapter(wanted, adapter)
+        adapter = adapter or own
+        full = f"{wanted}:{adapter}" if adapter else wanted
+        return NamedModel(full, self._client(wanted), {"adapter": adapter} if adapter else {})
 
     async def ready(self) -> list[str]:
         """Return the names of the models that are ready."""
@@ -158,7 +186,8 @@ class Models:
             names = await self.ready()
         except VarlenClientError:
             return False
-        return self._default in names if self._default else bool(names)
+        default = self._default or ""
+        return bool({default, default.rpartition(":")[0]} & set(names) if default else names)
 
     async def close(self) -> None:
         """Close all clients; calls in progress fail."""
@@ -166,17 +195,95 @@ class Models:
             await client.close()
         self._clients.clear()
 
-    async def _existing(self, name: str | None) -> str:
-        """Return the name of a model that the server has."""
+    async def listed(self) -> list[tuple[str, str]]:
+        """Return the names of ready models and of their adapters, none first."""
+        names = await self.ready()
+        found = await asyncio.gather(*map(self.adapters, names))
+        return [
+            (name, adapter)
+            for name, adapters in zip(names, found, strict=True)
+            for adapter in ("", *(each for each, reason in (adapters or {}).items() if not reason))
+        ]
+
+    async def adapters(
+        self, name: str, *, seconds: float = _INFO_SECONDS
+    ) -> Mapping[str, str] | None:
+        """Return the adapters of a model of the server; None if they are not known.
+
+        See `AsyncClient.adapters`.
+
+        Args:
+            seconds: longest time since the server was asked.
+        """
+        asked_at, found = self._adapters.get(name, (-math.inf, None))
+        now = time.monotonic()
+        if now - asked_at > seconds:
+            found = await self._ask_adapters(self._client(name))
+            self._adapters[name] = now, found
+        return found
+
+    async def _ask_adapters(self, client: AsyncClient) -> Mapping[str, str] | None:
+        try:
+            info = await client.model_info(timeout=_ADAPTERS_SECONDS)
+            if info.backend != "varlen" or info.settings.get("adapters") == "none":
+                return {}
+            return await client.adapters(timeout=_ADAPTERS_SECONDS)
+        except VarlenClientError:
+            # a model that takes no texts, or of an older server
+            return None
+
+    async def _model_and_adapter(self, name: str | None) -> tuple[str, str]:
+        """Return what `_existing` returns, without a question to the server for each request."""
+        now = time.monotonic()
+        if now > self._adapted_until:
+            self._adapted, self._adapted_until = {}, now + _INFO_SECONDS
+        if name is None or name not in self._adapted:
+            model, adapter = await self._existing(name)
+            _, known = self._adapters.get(model, (0.0, None))
+            if name is None or adapter not in (known or {}):
+                # other names would fill the memory
+                return model, adapter
+            self._adapted[name] = model, adapter
+        return self._adapted[name]
+
+    async def _existing(self, name: str | None) -> tuple[str, str]:
+        """Return the name of a model that the server has, and its adapter or nothing."""
         # clients of other names would fill the memory
         models = await self._client(None).models()
+        names = {model.name for model in models}
         if name is None:
             name = only_ready_model(models)
             if name is None:
                 raise ServerUnavailable("the server has no ready model")
-        elif name not in {model.name for model in models}:
-            raise ModelNotFound(f"the server has no model {name!r}")
-        return name
+        if name in names:
+            return name, ""
+        model, _, adapter = name.rpartition(":")
+        if model in names:
+            await self._check_adapter(model, adapter)
+            return model, adapter
+        owners = [
+            each
+            for each in sorted({model.name for model in models if model.ready})
+            if name in (await self.adapters(each) or {})
+        ]
+        if len(owners) == 1:
+            return owners[0], name
+        if owners:
+            named = ", ".join(f"{each}:{name}" for each in owners)
+            raise ModelNotFound(f"several models have the adapter {name!r}; write one of {named}")
+        raise ModelNotFound(f"the server has no model {name!r}")
+
+    async def _check_adapter(self, model: str, adapter: str) -> None:
+        """Raise ModelNotFound if a model is known to have no such adapter."""
+        found = await self.adapters(model)
+        if found is not None and adapter not in found:
+            # it may have been loaded again
+            found = await self.adapters(model, seconds=_STATE_SECONDS)
+        # the server says why it serves one of them not
+        if found is not None and adapter not in found:
+            has = ", ".join(f"{model}:{each}" for each, reason in found.items() if not reason)
+            remedy = f"write one of {has}" if has else "it has none: leave it out"
+            raise ModelNotFound(f"the model {model!r} has no adapter {adapter!r}; {remedy}")
 
     def _client(self, name: str | None) -> AsyncClient:
         # questions about the server have no tenant
@@ -265,6 +372,7 @@ class Gateway:
         if text_fields is not None:
             options |= text_fields.truncation_options(auto_truncate=self.settings.auto_truncate)
         model = await self.models.get(name)
+        options |= model.options
         timeout = self.settings.timeout_seconds
         if task.method in _CHECKS_IDS and isinstance(inputs[0], list):
             await _check_ids(model, cast("Sequence[list[int]]", inputs), timeout)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import StrictStr
 from starlette.responses import Response
 
@@ -17,13 +16,13 @@ from varlen_client.gateway.embeddings import VectorFields, encoded
 from varlen_client.gateway.json_writing import listed
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
-from varlen_client.gateway.unserved_fields import TEXTS
-from varlen_client.row_answers import RowAnswers, RowOutput
-from varlen_client.row_options import RerankOptions
-from varlen_client.tasks import EMBED, HIDDEN, TOKEN_CLASSIFY, TOKEN_EMBED, RowTask
+from varlen_client.gateway.unserved_fields import PROMPTS, TEXTS
+from varlen_client.tasks import TASKS
+from varlen_client.tasks.answers import RowAnswers, RowOutput
+from varlen_client.tasks.labels import RerankOptions
+from varlen_client.tasks.row_task import Pooling, RowTask
+from varlen_client.tasks.tokens import TOKEN_CLASSIFY
 from varlen_client.wire import Floats, ModelInfo
-
-_Task = Literal["embed", "token_embed", "classify", "token_classify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,13 @@ CLASS_SCORES: RowTask[Classes] = RowTask(
     RerankOptions,
     (RowOutput("scores"), RowOutput("labels", dtype=np.object_), RowOutput("logits")),
     _read_classes,
+    pooling="classify",
 )
 TOKEN_SCORES: RowTask[list[Floats]] = replace(
     TOKEN_CLASSIFY,
     options=RerankOptions,
     outputs=(RowOutput("scores", 2),),
+    pooling="token_classify",
 )
 
 
@@ -75,36 +76,26 @@ class PoolingBody(OpenAIBody, VectorFields):
     """A request to `/pooling`."""
 
     ids_field = "input"
+    unserved = PROMPTS
 
     input: Texts
-    task: _Task | None = None
+    task: Pooling | None = None
     """By default the task of the model."""
     encoding_format: Literal["float", "base64"] = "float"
     use_activation: bool | None = None
     """As in `/classify` for labels; vLLM's name of `normalize` for vectors."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pooling:
-    """How `/pooling` answers with one output of a model.
-
-    Attributes:
-        name: vLLM's name of the task.
-        read: function that returns the array of each row.
-    """
-
-    name: _Task
-    task: RowTask[Any]
-    read: Callable[[Any], Sequence[npt.NDArray[Any]]] = lambda found: found
-
-
 # By the output of the model and its number of dimensions.
-_POOLINGS = {
-    ("sentence_embedding", 1): _Pooling("embed", EMBED),
-    ("token_embeddings", 2): _Pooling("token_embed", TOKEN_EMBED),
-    ("last_hidden_state", 2): _Pooling("token_embed", HIDDEN),
-    ("logits", 1): _Pooling("classify", CLASS_SCORES, lambda each: each.scores),
-    ("logits", 2): _Pooling("token_classify", TOKEN_SCORES),
+_POOLINGS: Mapping[tuple[str, int], RowTask[Any]] = {
+    **{
+        (first.name, first.rank): task
+        for task in TASKS
+        if task.pooling is not None
+        for first in task.requested({})[:1]
+    },
+    ("logits", 1): CLASS_SCORES,
+    ("logits", 2): TOKEN_SCORES,
 }
 
 
@@ -132,46 +123,53 @@ async def pooling(gateway: Gateway, body: PoolingBody) -> Response:
     """Return vectors or scores of labels, of each row or of its tokens."""
     rows = rows_of(body.input, "input")
     info = await gateway.info(body.model)
-    how, width = _pooling_of(info, body.task)
-    if how.name.startswith("token_"):
+    asked, width = _pooling_of(info, body.task)
+    if str(asked.pooling).startswith("token_"):
         check_token_features("input", rows, width)
     name, found, tokens = await gateway.answer(
-        body.model, how.task, rows, text_fields=body, **_options(body, how)
+        body.model, asked, rows, text_fields=body, **_options(body, asked)
     )
     data = (
         {"index": index, "object": "pooling", "data": encoded(array, body.encoding_format)}
-        for index, array in enumerate(how.read(found))
+        for index, array in enumerate(found.scores if isinstance(found, Classes) else found)
     )
     return listed(name, data, tokens, prefix="pool")
 
 
-def _pooling_of(info: ModelInfo, task: str | None) -> tuple[_Pooling, int]:
-    """Return how a model answers, and the width of its output.
+def _pooling_of(info: ModelInfo, task: str | None) -> tuple[RowTask[Any], int]:
+    """Return the task of a model's answer, by default its first, and the output's width.
 
     Raises:
         InvalidRequest: it has no output for `/pooling`, or another task is asked for.
     """
-    for name, dims in info.outputs.items():
-        how = _POOLINGS.get((name, len(dims)))
-        if how is not None and task in (None, how.name):
-            return how, dims[-1]
-        if how is not None:
-            raise InvalidRequest(
-                f"task is {task}; model {info.name!r} has the task {how.name}: leave task out"
-            )
+    served = [
+        (found, dims[-1])
+        for name, dims in info.outputs.items()
+        if (found := _POOLINGS.get((name, len(dims)))) is not None
+    ]
+    for found, width in served:
+        if task in (None, found.pooling):
+            return found, width
+    if served:
+        tasks = ", ".join(dict.fromkeys(str(found.pooling) for found, _ in served))
+        raise InvalidRequest(
+            f"task is {task}; model {info.name!r} has the task {tasks}: leave task out"
+            if len(served) == 1
+            else f"task is {task}; model {info.name!r} has the tasks {tasks}: send one of them"
+        )
     names = ", ".join(dict.fromkeys(name for name, _ in _POOLINGS))
-    found = ", ".join(info.outputs) or "no outputs"
-    raise InvalidRequest(f"model {info.name!r} has {found}; pooling needs one of {names}")
+    outputs = ", ".join(info.outputs) or "no outputs"
+    raise InvalidRequest(f"model {info.name!r} has {outputs}; pooling needs one of {names}")
 
 
-def _options(body: PoolingBody, how: _Pooling) -> dict[str, Any]:
+def _options(body: PoolingBody, task: RowTask[Any]) -> dict[str, Any]:
     """Return the client's arguments, without truncation.
 
     Raises:
         InvalidRequest: the task has no such option, or `normalize` has both its names.
     """
     options = body.options()
-    known = how.task.options.__annotations__.keys()
+    known = task.options.__annotations__.keys()
     if body.use_activation is not None:
         if "activation" in known:
             options["activation"] = "auto" if body.use_activation else "none"
@@ -182,5 +180,5 @@ def _options(body: PoolingBody, how: _Pooling) -> dict[str, Any]:
     wrong = sorted(options.keys() - known)
     if wrong:
         name = "use_activation" if body.normalize is None and wrong[0] == "normalize" else wrong[0]
-        raise InvalidRequest(f"{name} is not for the task {how.name}; leave it out")
+        raise InvalidRequest(f"{name} is not for the task {task.pooling}; leave it out")
     return options

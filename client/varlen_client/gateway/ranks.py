@@ -25,10 +25,13 @@ from varlen_client.gateway.bodies import (
 from varlen_client.gateway.json_writing import json_response, listed, usage_of
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import RANKS
-from varlen_client.tasks import EMBED, RANK, RERANK
-from varlen_client.wire import Floats, query_and_documents
+from varlen_client.tasks.labels import RANK, RERANK
+from varlen_client.tasks.vectors import EMBED
+from varlen_client.wire import Floats, ModelInfo, query_and_documents
 
 _OneOrMore: TypeAlias = StrictStr | ListOf[StrictStr]
+# Task of models that score by MaxSim.
+_LATE = "token_embed"
 # The names of each side of a pair.
 _SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
 
@@ -64,12 +67,17 @@ class RankBody(RequestBody, InstructionFields):
         instruction = self.instruction_option()
         asked = "".join([self.query, *instruction.values()])
         check_repeated("query", asked, len(texts))
+        activation = "sigmoid" if self.use_activation and not self.raw_scores else "none"
+        info = await gateway.info(self.model)
+        if info.known_task == _LATE:
+            _check_no_activation(info, "use_activation" in self.model_fields_set and activation)
+        else:
+            instruction = {**instruction, "activation": activation}
         name, ranking, tokens = await gateway.answer(
             self.model,
             RANK,
             query_and_documents(self.query, texts),
             text_fields=self,
-            activation="sigmoid" if self.use_activation and not self.raw_scores else "none",
             **instruction,
         )
         best_first = ranking.best_first[: self.top_n or None].tolist()
@@ -214,13 +222,13 @@ class ScoreBody(OpenAIBody, InstructionFields):
 
 
 async def score(gateway: Gateway, body: ScoreBody) -> Response:
-    """Score pairs of texts: with a reranker, or by the cosine of their embeddings."""
+    """Score pairs of texts: with a reranker, by cosines of embeddings, or by MaxSim."""
     first, second = body.sides()
     info = await gateway.info(body.model)
     salt = given_options(cache_salt=body.cache_salt)
     instruction = body.instruction_option()
     scores: npt.NDArray[np.floating[Any]]
-    if "sentence_embedding" in info.outputs:
+    if "sentence_embedding" in info.outputs and not info.labels_texts:
         if body.use_activation is not None:
             raise InvalidRequest(
                 f"model {info.name!r} gives embeddings, whose cosine has no activation;"
@@ -239,6 +247,9 @@ async def score(gateway: Gateway, body: ScoreBody) -> Response:
     else:
         pairs = list(zip(first, second, strict=True))
         activation = None if body.use_activation is False else "sigmoid"
+        if info.known_task == _LATE:
+            _check_no_activation(info, body.use_activation and activation)
+            activation = None
         name, scores, tokens = await gateway.answer(
             body.model,
             RERANK,
@@ -253,6 +264,14 @@ async def score(gateway: Gateway, body: ScoreBody) -> Response:
         for index, value in enumerate(scores.tolist())
     )
     return listed(name, data, tokens, prefix="score")
+
+
+def _check_no_activation(info: ModelInfo, activation: object) -> None:
+    """Raise InvalidRequest if an activation of MaxSim is asked for."""
+    if activation == "sigmoid":
+        raise InvalidRequest(
+            f"model {info.name!r} scores by MaxSim, a sum of products without an activation; leave use_activation out"
+        )
 
 
 def cosines(left: Floats, right: Floats) -> npt.NDArray[np.float64]:

@@ -30,22 +30,26 @@ from varlen_client.gateway.json_reading import in_thread
 from varlen_client.gateway.json_writing import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
-from varlen_client.gateway.unserved_fields import EMBEDDINGS, LABELS, QUESTIONS
-from varlen_client.row_answers import RowAnswers
-from varlen_client.row_options import AggregationStrategy, EntityOptions
-from varlen_client.tasks import (
-    EMBED,
-    ENTAILMENT,
+from varlen_client.gateway.unserved_fields import LABELS, PROMPTS, QUESTIONS
+from varlen_client.tasks.answers import RowAnswers
+from varlen_client.tasks.labels import ENTAILMENT, PREDICT
+from varlen_client.tasks.questions import QUESTION_ANSWER
+from varlen_client.tasks.row_task import RowTask
+from varlen_client.tasks.tokens import (
     HIDDEN,
-    PREDICT,
     PREDICT_ENTITIES,
-    QUESTION_ANSWER,
-    SPARSE_EMBED,
     TOKEN_EMBED,
-    RowTask,
+    AggregationStrategy,
+    EntityOptions,
+)
+from varlen_client.tasks.vectors import EMBED, SPARSE_EMBED
+from varlen_client.tasks.zero_shot import (
+    DEFAULT_TEMPLATE,
+    hypotheses,
+    label_scores,
+    parse_labels,
 )
 from varlen_client.wire import Floats, ModelInfo, Pairs
-from varlen_client.zero_shot import DEFAULT_TEMPLATE, hypotheses, label_scores, parse_labels
 
 _Body = TypeVar("_Body", bound="_InputsBody")
 _Row: TypeAlias = ListOf[StrictStr]
@@ -99,7 +103,7 @@ class _InputsBody(RequestBody):
 class PromptFields(TextFields):
     """Options of `/embed_sparse` and `/embed_all`."""
 
-    unserved = EMBEDDINGS
+    unserved = PROMPTS
     is_cut_by_default = True
 
     prompt_name: StrictStr | None = None

@@ -42,6 +42,13 @@ _UNCUT = "prompts are not cut; send a shorter one"
 _ONLY_TEXTS = "messages are texts"
 _TEXT_ONLY = "parts of an input that are no text are not served"
 
+_ADAPTER = "write the name of one adapter in adapter, or MODEL:ADAPTER in model"
+ADAPTERS: UnservedFields = {
+    "adapter_id": Unserved(_ADAPTER),
+    "adapter_source": Unserved(_ADAPTER),
+    "lora": Unserved(_ADAPTER),
+    "lora_request": Unserved(_ADAPTER),
+}
 GENERATION: UnservedFields = {
     "allowed_token_ids": Unserved("write structured_outputs with a choice, or logit_bias"),
     "ec_transfer_params": Unserved(_ONE_PROCESS),
@@ -126,11 +133,15 @@ EMBEDDINGS: UnservedFields = {
     "output_dtype": Unserved("vectors are float; the server itself has output_dtype", ("float",)),
     "embedding_type": Unserved("vectors are float; write encoding_format", ("float",)),
     # Jina's
-    "late_chunking": Unserved("each text is embedded by itself"),
     "return_multivector": Unserved("write to /embed_all, which has a vector for each token"),
 }
-COHERE: UnservedFields = {
+PROMPTS: UnservedFields = {
     **EMBEDDINGS,
+    # Jina's
+    "late_chunking": Unserved("write to /v1/embeddings, whose input are the chunks of a document"),
+}
+COHERE: UnservedFields = {
+    **PROMPTS,
     "max_tokens": Unserved("texts are cut at the model's longest input"),
 }
 RANKS: UnservedFields = {

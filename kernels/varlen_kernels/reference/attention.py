@@ -1,20 +1,25 @@
-"""Attention inside packed sequences in plain torch, and its tiles of queries."""
+"""Attention inside packed or padded sequences in plain torch, and its tiles of queries."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from math import isqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from varlen_kernels.reference.softmax import masked_softmax
 from varlen_kernels.reference.torch_parts import (
     ROWS_PER_STEP,
+    at_least_fp32,
     attend,
     bias_by_distance,
+    copy_unless_same,
+    slices_of,
     split_heads,
 )
 
-__all__ = ["attention_tiles", "attention_varlen"]
+__all__ = ["attention_padded", "attention_tiles", "attention_varlen"]
 
 
 class Distances(NamedTuple):
@@ -160,6 +165,143 @@ def attention_varlen(
             context = context.masked_fill(hidden_keys.all(dim=3, keepdim=True), 0.0)
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))
     return out
+
+
+def attention_padded(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    distances: Distances | None = None,
+    key_lengths: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax(q kᵀ · scale + bias) v inside padded sequences, `[tokens, num_heads · head_dim]`.
+
+    Every second sequence is the padding of the one before it, perhaps of no tokens, and each pair has as many tokens as
+    the longest: so the first rows of `qkv` are a padded tensor, `[pairs, longest, width]`. All scores are computed, in
+    the dtype of the tokens; a masked softmax takes out what no query reads.
+
+    Args:
+        qkv, bias, distances, num_heads, num_kv_heads, scale, causal, window, soft_cap: see `attention_varlen`.
+        cu_seqlens: `[2 · pairs + 1]` int32.
+        key_lengths: see `attention_varlen`; numbers of padding are not read.
+        out: the result, whose rows after the last pair are not written; `[pairs · longest², num_heads]` for the scores,
+            and a tensor of the shape of `qkv`, which are both overwritten. Without it the host waits for `cu_seqlens`.
+
+    Returns:
+        `out`, whose second and third tensors mean nothing.
+
+    Raises:
+        ValueError: there are `distances` and a `soft_cap`.
+
+    Source: Fang et al. 2021, arXiv:2010.05680, section 4.1: two batched products and a softmax between them.
+    """
+    return attend_padded(
+        masked_softmax,
+        (qkv, cu_seqlens, bias, distances, key_lengths),
+        num_heads=num_heads,
+        kv_heads=num_kv_heads or num_heads,
+        scale=scale,
+        causal=causal,
+        window=window,
+        soft_cap=soft_cap,
+        out=out,
+    )
+
+
+def attend_padded(
+    softmax: Callable[..., Tensor],
+    operands: tuple[Tensor, Tensor, Tensor | None, Distances | None, Tensor | None],
+    *,
+    num_heads: int,
+    kv_heads: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    soft_cap: float,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `attention_padded` by way of a `masked_softmax` of any device."""
+    qkv, cu_seqlens, bias, distances, key_lengths = operands
+    if soft_cap and distances is not None:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed with distances: 0")
+    pairs, group = len(cu_seqlens) // 2, num_heads // kv_heads
+    head_dim = qkv.shape[1] // (num_heads + 2 * kv_heads)
+    if out is None:
+        of_scores = pairs * int(cu_seqlens[2]) ** 2 if pairs else 0
+        out = (
+            qkv.new_empty(len(qkv), num_heads * head_dim),
+            qkv.new_empty(of_scores, num_heads),
+            torch.empty_like(qkv, memory_format=torch.contiguous_format),
+        )
+    context, scores, by_head = out
+    if not pairs or not len(scores):
+        return out
+    longest = isqrt(len(scores) // pairs)
+    tokens = pairs * longest
+    padded = [
+        each.view(pairs, longest, kv_heads, -1, head_dim)
+        for each in split_heads(qkv[:tokens], num_heads, kv_heads)
+    ]
+    # a query or a key after the other, head by head: [pairs, kv_heads, group, longest, head_dim]
+    sizes = [tokens * heads * head_dim for heads in (num_heads, kv_heads, kv_heads)]
+    parts = torch.split(by_head.view(-1)[: sum(sizes)], sizes)
+    q, k, v = (
+        part.view(pairs, kv_heads, -1, longest, head_dim).copy_(each.permute(0, 2, 3, 1, 4))
+        for part, each in zip(parts, padded, strict=True)
+    )
+    queries, keys, values = (each.view(pairs * kv_heads, -1, head_dim) for each in (q, k, v))
+    products = scores.view(pairs * kv_heads, group * longest, longest)
+    torch.bmm(queries, keys.transpose(1, 2), out=products)
+
+    weights = scores.view(pairs, num_heads, longest, longest)
+    hidden = _hidden_keys(longest, window, qkv.device, causal=causal) if window else None
+    if hidden is not None or bias is not None or distances is not None or soft_cap:
+        position = torch.arange(longest, device=qkv.device)
+        biases = None if bias is None else bias_by_distance(bias, position, position)
+        for some in slices_of(weights):
+            scaled = at_least_fp32(weights[some])
+            if distances is not None:
+                # each head has keys of its own
+                scaled += _distance_products(q[some, :, 0], k[some, :, 0], distances)
+            scaled *= scale
+            _change_scores(scaled, soft_cap, biases, hidden, torch.finfo(qkv.dtype).min / 2)
+            copy_unless_same(scaled, weights[some])
+        scale = 1.0
+    lengths = cu_seqlens[1::2] - cu_seqlens[:-1:2]
+    if key_lengths is not None:
+        lengths = key_lengths[::2].contiguous()
+    softmax(weights, lengths, scale=scale, causal=causal, out=weights)
+    if hidden is not None:
+        weights.masked_fill_(hidden, 0.0)
+
+    # queries are read no more
+    torch.bmm(products, values, out=queries)
+    into = context[:tokens].view(pairs, longest, kv_heads, group, head_dim)
+    into.copy_(q.permute(0, 3, 1, 2, 4))
+    return out
+
+
+def _change_scores(
+    scores: Tensor, soft_cap: float, bias: Tensor | None, hidden: Tensor | None, lowest: float
+) -> None:
+    """Limit scores, add a bias to them and lower hidden ones, in place.
+
+    They are not -inf: a query may read no key, and NaN of padding would spread.
+    """
+    if soft_cap:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if bias is not None:
+        scores += bias
+    if hidden is not None:
+        scores.masked_fill_(hidden, lowest)
 
 
 def _calls_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:

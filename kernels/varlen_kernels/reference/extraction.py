@@ -2,7 +2,8 @@
 
 Words and labels are packed: `cu_words` and `cu_labels` have the bounds of each sequence. A pair is a word and a label
 of one sequence; pairs are in the order of sequences, then words, then labels.
-Source: Zaratiana et al. 2023, arXiv:2311.08526; span `markerV0` and the token scorer as the library gliner has them.
+Sources: Zaratiana et al. 2023, arXiv:2311.08526, and 2025, arXiv:2507.18546; span `markerV0` and the token scorer as
+the library gliner has them, counts as gliner2 has them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-__all__ = ["bidirectional_lstm", "span_scores", "word_scores"]
+__all__ = ["bidirectional_lstm", "count_labels", "gru_states", "span_scores", "word_scores"]
 
 # Numbers of a temporary tensor, so that it stays in a cache.
 _NUMBERS_PER_STEP = 1 << 18
@@ -60,6 +61,77 @@ def bidirectional_lstm(
     for part, found in zip(rows, unpack_sequence(packed._replace(data=states)), strict=True):
         out[part] = found
     return out
+
+
+def gru_states(
+    labels: Tensor,
+    gates: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    cu_instances: Tensor,
+    numbers: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the states of a gated recurrent unit, `[labels, hidden]`.
+
+    An instance is a number and its labels. Labels of number k follow the same labels of number k - 1: the unit begins
+    with a label, and has read the numbers from 0 to k. Gates are in the order of torch: reset, update, new.
+
+    Args:
+        labels: `[labels, hidden]` fp32.
+        gates: `[numbers, 3 · hidden]`, what each number gives the gates, with its bias.
+        weight: `[hidden, 3 · hidden]`, of states.
+        bias: `[3 · hidden]`, likewise.
+        cu_instances: `[instances + 1]` int32, bounds of their labels.
+        numbers: `[instances]` int32; the unit does not run where it is below 0.
+
+    Source: Cho et al. 2014, arXiv:1406.1078; the reset gate as in `torch.nn.GRU`.
+    """
+    states = labels.clone() if out is None else out.copy_(labels)
+    sizes = cu_instances.diff().long()
+    # [labels] the number of each label, and how many rows before it the same label of the number before is
+    steps, back = numbers.repeat_interleave(sizes), sizes.repeat_interleave(sizes)
+    for number in range(int(numbers.max()) + 1 if len(numbers) else 0):
+        rows = (steps == number).nonzero()[:, 0]
+        before = states[rows - back[rows]] if number else states[rows]
+        of_reset, of_update, of_new = torch.addmm(bias, before, weight).chunk(3, dim=1)
+        reset, update, new = gates[number].chunk(3)
+        found = torch.tanh(new + torch.sigmoid(of_reset + reset) * of_new)
+        states[rows] = torch.lerp(found, before, torch.sigmoid(of_update + update))
+    return states
+
+
+def count_labels(
+    labels: Tensor,
+    offsets: Tensor,
+    classes: Tensor,
+    counts: Tensor,
+    cu_instances: Tensor,
+    numbers: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return labels and their offsets, with the counts of instances and the scores of classes.
+
+    The offset of an instance beyond the count is -inf. A class is multiplied with no span: its row is 0, and its offset
+    is its score.
+
+    Args:
+        labels: `[labels, inner]` fp32.
+        offsets: `[labels, 1]` fp32.
+        classes: `[labels, 1]` fp32, the score of each label as a class.
+        counts: `[instances, numbers]`, logits of the number of instances, from 0.
+        cu_instances: `[instances + 1]` int32, bounds of their labels.
+        numbers: `[instances]` int32, from 0; below 0 the labels are classes.
+    """
+    sizes = cu_instances.diff().long()
+    is_class = (numbers < 0).repeat_interleave(sizes)[:, None]
+    is_absent = (counts.argmax(dim=1) <= numbers) & (numbers >= 0)
+    made = torch.where(is_class, classes, offsets)
+    made.masked_fill_(is_absent.repeat_interleave(sizes)[:, None], -torch.inf)
+    kept = labels.masked_fill(is_class, 0)
+    return (kept, made) if out is None else (out[0].copy_(kept), out[1].copy_(made))
 
 
 def span_scores(

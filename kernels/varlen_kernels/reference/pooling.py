@@ -25,6 +25,7 @@ def pool(
     cu_seqlens: Tensor,
     normalize: Tensor | None = None,
     unpooled_lengths: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     mode: Pooling,
     out: Tensor | None = None,
@@ -40,7 +41,11 @@ def pool(
         normalize: `[batch]` bool: vectors to divide by their Euclidean norm. None: no vector.
         unpooled_lengths: `[batch]` int32: tokens at the start of each sequence that are not pooled. Weights of a mean
             count them. If no token is left, "cls" is the first of all, the maximum -inf, and all else 0. None: 0.
+        rows: `[rows]` int32: the rows of `x` that are pooled, one sequence's after another's; a row may be in several.
+            None, or no rows: all of `x`.
     """
+    if rows is not None and len(rows):
+        x = x.index_select(0, rows)
     lengths = counts = cu_seqlens.diff().long()
     if unpooled_lengths is not None:
         counts = (lengths - unpooled_lengths).clamp_min_(0)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from varlen_kernels.reference.torch_parts import at_least_fp32, write_out
+from varlen_kernels.reference.torch_parts import at_least_fp32, slices_of
 
 __all__ = ["masked_softmax"]
 
@@ -23,11 +23,14 @@ def masked_softmax(
     """
     queries, keys = x.shape[-2:]
     key = torch.arange(keys, device=x.device)
-    readable = (key < seqlens[:, None])[:, None, None, :]
+    hidden = (key >= seqlens[:, None])[:, None, None, :]
     if causal:
         last = torch.arange(queries, device=x.device)[:, None] + (keys - queries)
-        readable = readable & (key <= last)
-    scores = (at_least_fp32(x) * scale).masked_fill(~readable, -torch.inf)
-    # a row that is -inf throughout gives NaN, and becomes zeros
-    result = scores.softmax(dim=-1).masked_fill(~readable, 0.0).to(x.dtype)
-    return write_out(result, out)
+        hidden = hidden | (key > last)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part in slices_of(x):
+        scores = (at_least_fp32(x[part]) * scale).masked_fill_(hidden[part], -torch.inf)
+        # a row that is -inf throughout gives NaN, and becomes zeros
+        out[part] = scores.softmax(dim=-1).masked_fill_(hidden[part], 0.0)
+    return out

@@ -8,12 +8,21 @@ from torch import Tensor
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
 ROWS_PER_STEP = 256
+# Numbers of a step of ops on scores.
+_NUMBERS_PER_STEP = 1 << 20
 
 
 def row_slices(rows: int) -> Iterator[slice]:
     """Yield consecutive slices of the rows, so that temporary results stay small."""
     for begin in range(0, rows, ROWS_PER_STEP):
         yield slice(begin, min(begin + ROWS_PER_STEP, rows))
+
+
+def slices_of(x: Tensor) -> Iterator[slice]:
+    """Yield consecutive slices of the first axis, whose numbers stay in a cache."""
+    step = max(1, _NUMBERS_PER_STEP // max(1, x[:1].numel()))
+    for begin in range(0, len(x), step):
+        yield slice(begin, begin + step)
 
 
 def copy_unless_same(x: Tensor, out: Tensor | None) -> Tensor:

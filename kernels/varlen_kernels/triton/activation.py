@@ -1,7 +1,8 @@
-"""Bias and activation in one pass: exact GELU, its tanh form, ReLU or SiLU.
+"""Activations in one pass, with a bias or as a gate: GELU, ReLU or SiLU.
 
-One program owns ROWS tokens by BLOCK features, and loads the bias of these features once.
-Source: Hendrycks, Gimpel 2016, arXiv:1606.08415.
+One program owns ROWS tokens by BLOCK features of the output, and loads the bias of these features once. One tensor
+holds a gate and what it multiplies.
+Source: Hendrycks, Gimpel 2016, arXiv:1606.08415; Shazeer 2020, arXiv:2002.05202 (gates).
 """
 
 import torch
@@ -10,7 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels import Activation
-from varlen_kernels.triton.checks import check_rows, check_vector
+from varlen_kernels.triton.checks import (
+    check_dtype,
+    check_out,
+    check_row_layout,
+    check_rows,
+    check_vector,
+)
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.rows import tile_launches, vector_width
 from varlen_kernels.tuning import Launch, pick
@@ -73,7 +80,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _activate_kernel(
-    x_ptr,  # [tokens, FEATURES]
+    x_ptr,  # [tokens, FEATURES], or [tokens, 2 * FEATURES] if IS_GATED
     bias_ptr,  # [FEATURES], read if HAS_BIAS
     out_ptr,  # [tokens, FEATURES]
     tokens,
@@ -81,6 +88,7 @@ def _activate_kernel(
     OUT_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,7 +105,13 @@ def _activate_kernel(
     x = tl.load(x_ptr + token * X_STRIDE + col, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + col, mask=col < FEATURES, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * OUT_STRIDE + col, activated(x, KIND), mask=inside)
+    out_ptrs = out_ptr + token * OUT_STRIDE + col
+    result = activated(x, KIND)
+    if IS_GATED:
+        up_ptr = x_ptr + FEATURES
+        up = tl.load(up_ptr + token * X_STRIDE + col, mask=inside, other=0.0)
+        result *= up.to(tl.float32)
+    tl.store(out_ptrs, result, mask=inside)
 
 
 def activate(
@@ -110,11 +124,35 @@ def activate(
     """
     out = torch.empty_like(x) if out is None else out
     check_rows(x, out=out)
-    tokens, features = x.shape
-    check_vector(features, bias=bias)
-    if x.numel() == 0:
-        return out
-    launch = pick("activate", (features, x.dtype), candidate_launches)
+    check_vector(x.shape[1], bias=bias)
+    _launch("activate", x, bias, kind, out)
+    return out
+
+
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, see `reference.activate_gate`.
+
+    Raises:
+        ValueError: `x` has an odd number of features, or a shape, dtype or layout is not supported.
+    """
+    check_dtype(x=x)
+    check_row_layout(x=x)
+    tokens, width = x.shape
+    if width % 2:
+        raise ValueError(f"x has {width} features; it must be an even number")
+    shape = tokens, width // 2
+    out = x.new_empty(shape) if out is None else out
+    check_out(out, shape, x.dtype)
+    _launch("activate_gate", x, None, kind, out)
+    return out
+
+
+def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tensor) -> None:
+    """Launch the kernel unless there is nothing to compute."""
+    tokens, features = out.shape
+    if out.numel() == 0:
+        return
+    launch = pick(op, (features, x.dtype), candidate_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
     _activate_kernel[(tiles,)](
         x,
@@ -125,11 +163,11 @@ def activate(
         OUT_STRIDE=out.stride(0),
         FEATURES=features,
         HAS_BIAS=bias is not None,
+        IS_GATED=x.shape[1] != features,
         KIND=kind,
         **launch,
         **dependent_launch(),
     )
-    return out
 
 
 def candidate_launches(features: int, dtype: torch.dtype) -> list[Launch]:

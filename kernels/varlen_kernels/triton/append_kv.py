@@ -217,7 +217,6 @@ def candidate_launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for heads of this size; the first is the default.
 
     Args:
-        head_dim: elements of a key.
         dtype: dtype of `qkv`; part of the key only.
     """
     del dtype

@@ -2,9 +2,14 @@
 
 The work is to read the keys and values, so the context of each token is divided into splits, and many programs read at
 the same time. One program owns one token, one key head and one split; it writes the maximum score, the sum of the
-weights and the weighted sum of the values. A second kernel merges the splits. Tokens are rows of the table of
-`paged_tiles`. The number of splits follows from the shapes of the batch and the device (`splits`): the host needs no
-length, and one CUDA graph serves every batch of the same shapes.
+weights and the weighted sum of the values. The program that finishes last of a token and key head merges the splits, in
+the order of the splits, so the result does not depend on which one it is. A context of one split is written at once.
+Tokens are rows of the table of `paged_tiles`. The number of splits follows from the shapes of the batch and the device
+(`splits`): the host needs no length, and one CUDA graph serves every batch of the same shapes.
+
+Programs count their arrivals in memory that holds 0 between launches. A program stores its results, passes a barrier,
+and adds 1 with release and acquire semantics for the whole GPU: its stores come before its arrival, and the last one
+reads after all arrivals. It waits for no other program, so the order in which programs run does not matter.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
@@ -18,10 +23,9 @@ from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.kv_blocks import attend_to_blocks, tile_heads
 from varlen_kernels.triton.paged_tiles import read_paged_tile
-from varlen_kernels.triton.splits import MAX_SPLITS, choose_splits, wave_of
+from varlen_kernels.triton.splits import choose_splits, wave_of
 from varlen_kernels.tuning import Launch, pick
 
-_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 # Query heads of one program: the fewest rows of a matrix product on tensor cores.
 _ROWS = tl.constexpr(16)
 
@@ -38,6 +42,12 @@ _TILES: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {
     (256, 4): {(32, 8, 3): 1, (16, 8, 3): 1},
 }
 _TILE_NAMES = ("BLOCK_N", "num_warps", "num_stages")
+# Elements of results that a merge reads at once.
+_MERGED_ELEMENTS = 1024
+# Fewest counters of arrivals that are allocated.
+_FEWEST_ARRIVALS = 4096
+# Counters by device and stream, whose kernels run one after another. All are kept: graphs hold their addresses.
+_arrivals: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 @triton.jit(do_not_specialize=["first_row", "splits", "min_keys", "bias_width"])
@@ -48,8 +58,10 @@ def _read_split_kernel(
     block_ids_ptr,  # [blocks in use]
     tiles_ptr,  # [all rows, PAGED_COLUMNS]
     bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
-    context_ptr,  # [rows, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; `out` if not SPLIT
-    sums_ptr,  # [rows, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
+    context_ptr,  # [rows, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; used if SPLIT
+    sums_ptr,  # [rows, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; used if SPLIT
+    arrivals_ptr,  # [rows, NUM_KV_HEADS * TILES] int32 of 0; used if SPLIT
+    out_ptr,  # [tokens, NUM_KV_HEADS * GROUP * HEAD_DIM]
     first_row,
     splits,
     min_keys,  # fewest keys of a split
@@ -67,12 +79,14 @@ def _read_split_kernel(
     SOFT_CAP: tl.constexpr,  # limit of scores, 0 for none
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are several splits
+    MERGED_HEADS: tl.constexpr,  # power of two >= TILE_HEADS
+    MERGED_SPLITS: tl.constexpr,  # splits that a merge reads at once
     ONLY_SINGLES: tl.constexpr,  # whether sequences with several new tokens are left out
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Attend to one split of a token's context, with the heads of one key head."""
+    """Attend to one split of a token's context; the last program merges the splits."""
     wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) % (NUM_KV_HEADS * TILES)
     row = tl.program_id(0) // (NUM_KV_HEADS * TILES)
@@ -88,6 +102,10 @@ def _read_split_kernel(
         first = tl.maximum(length - WINDOW, 0)
     keys = tl.maximum(tl.cdiv(length - first, splits), min_keys)
     keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
+    used = tl.cdiv(length - first, keys)
+    if split >= used:
+        # a short context has fewer splits
+        return
     first += split * keys
     end = tl.minimum(length, first + keys)
 
@@ -136,57 +154,84 @@ def _read_split_kernel(
             MASKED=True,
         )
 
-    if SPLIT:
+    out_ptr += token.to(tl.int64) * OUT_STRIDE
+    if SPLIT and used > 1:
         pair = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
         tl.store(sums_ptr + pair * 2 * splits + split, max_score, mask=is_head)
         tl.store(sums_ptr + (pair * 2 + 1) * splits + split, weight_sum, mask=is_head)
-        if first < end:
-            at = (pair * splits + split)[:, None] * HEAD_DIM + col
-            tl.store(context_ptr + at, context, mask=inside)
+        at = (pair * splits + split)[:, None] * HEAD_DIM + col
+        tl.store(context_ptr + at, context, mask=inside)
+        arrivals_ptr += tl.program_id(0)
+        # the stores of all threads come before the arrival
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(arrivals_ptr, 0)
+            _merge_splits(
+                context_ptr,
+                sums_ptr,
+                out_ptr,
+                row,
+                kv_head * GROUP + tile % TILES * TILE_HEADS,
+                tl.minimum(TILE_HEADS, GROUP - tile % TILES * TILE_HEADS),
+                splits,
+                used,
+                NUM_HEADS=NUM_KV_HEADS * GROUP,
+                HEAD_DIM=HEAD_DIM,
+                HEADS=MERGED_HEADS,
+                SPLITS=MERGED_SPLITS,
+                BLOCK_D=BLOCK_D,
+            )
     else:
-        at = token.to(tl.int64) * OUT_STRIDE + head[:, None] * HEAD_DIM + col
-        tl.store(context_ptr + at, context / weight_sum[:, None], mask=inside)
+        out_at = head[:, None] * HEAD_DIM + col
+        tl.store(out_ptr + out_at, context / weight_sum[:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_row", "splits"])
-def _merge_splits_kernel(
+@triton.jit
+def _merge_splits(
     context_ptr,  # [rows, NUM_HEADS, splits, HEAD_DIM]
-    sums_ptr,  # [rows, NUM_HEADS, 2, splits]: maximum score, -inf for an empty split; sum of the weights
-    tiles_ptr,  # [all rows, PAGED_COLUMNS]
-    out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
-    first_row,
+    sums_ptr,  # [rows, NUM_HEADS, 2, splits]: maximum score, sum of the weights
+    out_ptr,  # [NUM_HEADS * HEAD_DIM] of the token
+    row,
+    first_head,
+    num_heads,
     splits,
-    OUT_STRIDE: tl.constexpr,
+    used,  # splits with keys
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ONLY_SINGLES: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
-    DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits that are read at once
+    BLOCK_D: tl.constexpr,
 ):
-    """Merge the splits of one token and one query head."""
-    wait_for_kernels(DEPENDENT)
-    head = tl.program_id(0) % NUM_HEADS
-    row = first_row + tl.program_id(0) // NUM_HEADS
-    begin, new, query, _, _ = read_paged_tile(tiles_ptr, row)
-    if (query >= new) | ((new > 1) & ONLY_SINGLES):
-        return
-    pair = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, _MAX_SPLITS)
-    sums_ptr += pair * 2 * splits + split
-    max_scores = tl.load(sums_ptr, mask=split < splits, other=float("-inf"))
-    weight_sums = tl.load(sums_ptr + splits, mask=split < splits, other=0.0)
-    # the first split has keys
-    rescale = tl.exp2(max_scores - tl.max(max_scores, axis=0))
-    weight_sum = tl.sum(weight_sums * rescale, axis=0)
-
-    col = tl.arange(0, BLOCK_D)[None, :]
-    # the context of an empty split is not written
-    inside = (max_scores > float("-inf"))[:, None] & (col < HEAD_DIM)
-    at = (pair * splits + split)[:, None] * HEAD_DIM + col
-    contexts = tl.load(context_ptr + at, mask=inside, other=0.0)
-    context = tl.sum(contexts * rescale[:, None], axis=0, keep_dims=True) / weight_sum
-    out_ptr += (begin + query).to(tl.int64) * OUT_STRIDE + head * HEAD_DIM
-    tl.store(out_ptr + col, context, mask=col < HEAD_DIM)
+    """Merge the splits of some query heads of a token."""
+    head = first_head + tl.arange(0, HEADS)
+    is_head = tl.arange(0, HEADS) < num_heads
+    pair = row.to(tl.int64) * NUM_HEADS + head
+    col = tl.arange(0, BLOCK_D)
+    context = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    weight_sum = tl.zeros([HEADS], tl.float32)
+    max_score = tl.full([HEADS], float("-inf"), tl.float32)
+    for first in range(0, used, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        inside = is_head[:, None] & (split < used)
+        # from the L2 cache, where the other programs have written
+        sums_at = sums_ptr + (pair * 2 * splits)[:, None] + split
+        max_scores = tl.load(sums_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        weight_sums = tl.load(sums_at + splits, mask=inside, other=0.0, cache_modifier=".cg")
+        at = ((pair * splits)[:, None] + split)[:, :, None] * HEAD_DIM + col
+        contexts = tl.load(
+            context_ptr + at,
+            mask=inside[:, :, None] & (col < HEAD_DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max = tl.maximum(max_score, tl.max(max_scores, axis=1))
+        rescale = tl.exp2(max_score - new_max)
+        rescales = tl.exp2(max_scores - new_max[:, None])
+        weight_sum = weight_sum * rescale + tl.sum(weight_sums * rescales, axis=1)
+        context = context * rescale[:, None] + tl.sum(contexts * rescales[:, :, None], axis=1)
+        max_score = new_max
+    at = head[:, None] * HEAD_DIM + col
+    tl.store(out_ptr + at, context / weight_sum[:, None], mask=is_head[:, None] & (col < HEAD_DIM))
 
 
 def attend_in_splits(
@@ -224,9 +269,11 @@ def attend_in_splits(
     launch = pick("attention_decode", key, candidate_launches)
     wave = wave_of(qkv.device, resident_programs(head_dim, key_cache.dtype, launch))
     chosen = choose_splits(programs, wave)
+    merged_heads = triton.next_power_of_2(heads)
     splits = chosen.count
-    context, sums = out, out
+    context, sums, arrivals = out, out, out
     if splits > 1:
+        arrivals = _arrivals_of(qkv.device, programs)
         pairs = len(rows) * num_heads * splits
         context = torch.empty(pairs * head_dim, dtype=torch.float32, device=qkv.device)
         sums = torch.empty(pairs * 2, dtype=torch.float32, device=qkv.device)
@@ -239,6 +286,8 @@ def attend_in_splits(
         qkv if bias is None else bias,
         context,
         sums,
+        arrivals,
+        out,
         rows.start,
         splits,
         chosen.min_keys,
@@ -256,37 +305,34 @@ def attend_in_splits(
         SOFT_CAP=soft_cap,
         HAS_BIAS=bias is not None,
         SPLIT=splits > 1,
+        MERGED_HEADS=merged_heads,
+        MERGED_SPLITS=max(1, _MERGED_ELEMENTS // (merged_heads * block_d(head_dim))),
         ONLY_SINGLES=only_singles,
         BLOCK_D=block_d(head_dim),
         **launch,
         **dependent_launch(),
     )
-    if splits > 1:
-        _merge_splits_kernel[(len(rows) * num_heads,)](
-            context,
-            sums,
-            tiles,
-            out,
-            rows.start,
-            splits,
-            OUT_STRIDE=out.stride(0),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            ONLY_SINGLES=only_singles,
-            BLOCK_D=block_d(head_dim),
-            num_warps=4,
-            enable_fp_fusion=launch["enable_fp_fusion"],
-            **dependent_launch(),
-        )
+
+
+def _arrivals_of(device: torch.device, count: int) -> Tensor:
+    """Return `count` counters of the current stream or more, 0 when a kernel starts."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    kept = _arrivals.setdefault((device, stream), [])
+    if kept and len(kept[-1]) >= count:
+        return kept[-1]
+    size = max(_FEWEST_ARRIVALS, triton.next_power_of_2(count))
+    counters = torch.zeros(size, dtype=torch.int32, device=device)
+    # memory of a capture is of its graph, which sets it to 0 in every replay
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        kept.append(counters)
+    return counters
 
 
 def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for heads of this size; the first is the default.
 
     Args:
-        head_dim: elements of a key.
         group: query heads of one key head; part of the key only.
-        dtype: dtype of the caches.
     """
     del group
     return [dict(zip(_TILE_NAMES, tile, strict=True)) for tile in _tiles_of(head_dim, dtype)]
@@ -296,7 +342,6 @@ def resident_programs(head_dim: int, dtype: torch.dtype, launch: Launch) -> int:
     """Return the number of programs that a multiprocessor holds at least.
 
     Args:
-        head_dim: elements of a key.
         dtype: dtype of the caches.
         launch: one of `candidate_launches`.
     """

@@ -227,9 +227,7 @@ def candidate_launches(
 
     Args:
         width: candidates per sequence.
-        vocabulary: logits per row.
         rows: the bucket of sequences · beams.
-        vector: elements of one load.
         dtype: dtype of the logits; part of the key only.
     """
     del dtype

@@ -34,7 +34,6 @@ class TakenEdits(NamedTuple):
     """The edits of a step, with what their tokens had in the logits.
 
     Attributes:
-        edits: edits given to the step.
         logits: `[edits]` fp32, without NaN.
         bounds: `[rows + 1]` int32, the first edit of each row.
     """
@@ -242,7 +241,6 @@ def merge_edits(
         totals: `[sequences · beams, 2]` fp32: maximum of each row, and log Σ exp(logit - maximum).
         scores: `[sequences, beams]` fp32, of each beam so far.
         finished: `[sequences]` bool: sequences without candidates, or None.
-        vocabulary: logits of a row.
     """
     sequences, beams = scores.shape
     _merge_edits_kernel[(sequences,)](

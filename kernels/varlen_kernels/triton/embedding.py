@@ -13,7 +13,7 @@ from torch import Tensor
 
 from varlen_kernels.triton.checks import check_ids, check_out, check_rows, check_vector, check_width
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.layer_norm import normalize_row
+from varlen_kernels.triton.norms import normalize_row
 from varlen_kernels.triton.rows import (
     add_rows,
     load_row,

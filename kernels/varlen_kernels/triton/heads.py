@@ -197,8 +197,6 @@ def candidate_rotary_launches(half: int, head_dim: int, dtype: torch.dtype) -> l
 
     Args:
         half: half of the rotated features of a head.
-        head_dim: features of a head.
-        dtype: dtype of queries and keys.
     """
     return tile_launches(half, vector_width(dtype, half, head_dim))
 

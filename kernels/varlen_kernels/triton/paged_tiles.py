@@ -165,11 +165,8 @@ def paged_launch(
     """Return the launch of the tiles of `attention_paged`.
 
     Args:
-        head_dim: elements of a key.
-        dtype: dtype of the caches.
         window: see `attention_paged`.
         rows: new tokens times query heads of a tile.
-        sequences: number of sequences of the step.
     """
     key = (head_dim, dtype, window > 0, mean_length_bucket(rows, sequences))
     return pick("attention_paged", key, candidate_launches)
@@ -200,8 +197,6 @@ def candidate_launches(
     """Return the candidate launches for heads of this size; the first is the default.
 
     Args:
-        head_dim: elements of a key.
-        dtype: dtype of the caches.
         has_window: part of the key only.
         mean_rows: new tokens of a sequence times query heads of a tile, a bucket as of `mean_length_bucket`.
     """

@@ -127,7 +127,6 @@ def candidate_launches(
     """Return the candidate launches for rows of this width; the first is the default.
 
     Args:
-        hidden: elements of a row.
         dtype: dtype of the tokens.
         whole_rows: whether a program owns all features.
     """

@@ -95,6 +95,7 @@ def pool(
     cu_seqlens: Tensor,
     normalize: Tensor | None = None,
     unpooled_lengths: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     mode: Pooling,
     out: Tensor | None = None,
@@ -105,6 +106,8 @@ def pool(
         ValueError: a shape, dtype or layout is not supported, or hidden is over MAX_ROW.
     """
     _check(x, cu_seqlens)
+    if rows is not None and len(rows):
+        x = x.index_select(0, rows)
     shape = (len(cu_seqlens) - 1, x.shape[1])
     _check_sequences(cu_seqlens, torch.bool, normalize=normalize)
     _check_sequences(cu_seqlens, torch.int32, unpooled_lengths=unpooled_lengths)

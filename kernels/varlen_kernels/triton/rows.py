@@ -136,7 +136,6 @@ def tile_launches(width: int, vector: int) -> list[Launch]:
     """Return the candidate launches of element-wise kernels; the first is the default.
 
     Args:
-        width: elements of a row.
         vector: elements of one load, see `vector_width`.
     """
     launches: list[Launch] = []

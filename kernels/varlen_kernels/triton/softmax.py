@@ -1,4 +1,4 @@
-"""Masked softmax over padded scores, between the two matrix products of padded attention.
+"""Masked softmax over padded scores, and padded attention: matrix products before and after it.
 
 One program owns ROWS rows of one sequence and holds their scores in registers: a warp owns several short rows, or
 several warps own a long one. Rows of more than MAX_HELD keys do not fit; one program then reads one row twice and
@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.reference.attention import Distances, attend_padded
+from varlen_kernels.triton.attention_checks import check_heads
 from varlen_kernels.triton.checks import check_rows, row_strides
 from varlen_kernels.triton.rows import load_row, row_launches, store_row, sum_row, vector_width
 from varlen_kernels.tuning import Launch, pick
@@ -185,6 +187,43 @@ def masked_softmax(
     return out
 
 
+def attention_padded(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    distances: Distances | None = None,
+    key_lengths: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax(q kᵀ · scale + bias) v inside padded sequences, see `reference.attention_padded`.
+
+    Both products are of torch.
+
+    Raises:
+        ValueError: a shape, dtype or layout is wrong, or there are `distances` and a `soft_cap`.
+    """
+    kv_heads = num_kv_heads or num_heads
+    check_heads(qkv, num_heads, kv_heads)
+    return attend_padded(
+        masked_softmax,
+        (qkv, cu_seqlens, bias, distances, key_lengths),
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        scale=scale,
+        causal=causal,
+        window=window,
+        soft_cap=soft_cap,
+        out=out,
+    )
+
+
 def candidate_launches(
     bucket: int,
     vector: int,
@@ -194,7 +233,6 @@ def candidate_launches(
 
     Args:
         bucket: number of keys, rounded up to a power of two.
-        vector: elements per load.
     """
     if bucket > MAX_HELD:
         # a BLOCK of 8192 with 8 warps spills under Triton 3.6

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from queue import SimpleQueue
-from threading import Barrier, Event
+from threading import Barrier, Event, current_thread
 
 import numpy as np
 import pytest
@@ -98,6 +98,48 @@ def test_as_many_batches_run_together_as_there_are_runners(run):
 
     assert sorted(result.outputs[0].tolist() for _, result in results) == [[1], [2], [3]]
     assert [len(runner.seen) for runner in runners] == [1, 1, 1]
+
+
+class FakeProcess(FakeRunner):
+    """Keeps the threads that launch; raises `error` at once."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.launched_by = []
+
+    def launch_batch(self, batch):
+        self.launched_by.append(current_thread())
+        if self.error is not None:
+            raise self.error
+        return super().launch_batch(batch)
+
+
+def test_start_launches_a_batch_of_a_process_and_lone_batches_have_the_same_one():
+    runners = [FakeProcess() for _ in range(2)]
+    executor, done = ThreadExecutor(runners, starts_at_once=True), SimpleQueue()
+
+    for length in (3, 1, 2):
+        executor.start(batch_of(length), lambda *completed: done.put(completed))
+        _, result = done.get(timeout=SECONDS)
+        assert [output.tolist() for output in result.outputs] == [[length]]
+
+    executor.close()
+    assert sorted(len(each.launched_by) for each in runners) == [0, 3]
+    assert {thread for each in runners for thread in each.launched_by} == {current_thread()}
+
+
+def test_a_batch_that_cannot_be_launched_fails_alone():
+    runner = FakeProcess(error=ValueError("no"))
+    executor, done = ThreadExecutor([runner], starts_at_once=True), SimpleQueue()
+
+    executor.start(batch_of(1), lambda *completed: done.put(completed))
+    _, result = done.get(timeout=SECONDS)
+    runner.error = None
+    executor.start(batch_of(1), lambda *completed: done.put(completed))
+    _, after = done.get(timeout=SECONDS)
+
+    executor.close()
+    assert (result.failure, after.failure) == ("batch", None)
 
 
 def test_a_batch_has_all_cores_while_no_other_one_runs():

@@ -346,7 +346,7 @@ def test_a_launched_batch_gives_the_answers_of_one_that_runs(overlapping, runner
 
 def test_a_batch_that_is_measured_runs_alone(overlapping):
     executor = overlapping.new_executor()
-    graphs = overlapping.runners[0].state.device._graphs
+    graphs = overlapping.runners[0].state.device.graphs
     timed = graphs.replayed
 
     warm_up(overlapping.info, executor, EngineConfig())
@@ -415,8 +415,6 @@ def test_a_model_on_a_gpu_has_one_worker_that_overlaps_batches(small_bert, monke
         ({}, 64),
         ({"max_batch_sequences": 7}, 7),
         ({"policy": "none"}, 64),
-        # padding is sequences too, fewer than those that it pads
-        ({"execution": "padded"}, 128),
         ({"policy": "token_budget"}, None),
     ],
     ids=str,

@@ -18,7 +18,15 @@ from varlen.execution.packing import (
 from varlen.models.blocks import inputs as declare
 from varlen.program.heads import AttentionHeads
 from varlen.program.recorder import Recorder
-from varlen.request.request import Masks, Prompt, RequestOptions, Unpooled, Vectors, Words
+from varlen.request.request import (
+    Masks,
+    Prompt,
+    RequestOptions,
+    Spans,
+    Unpooled,
+    Vectors,
+    Words,
+)
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
 
@@ -132,11 +140,44 @@ def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
         "tokens": tokens,
         "sequences": sequences,
         "masks": masks,
-        # each token may be a word or a label; half of them are words where pairs are the most
+        # each token may be a word; one sequence may have 512 labels without tokens of their own
         "words": tokens,
-        "labels": tokens,
-        "pairs": tokens * tokens // 4 + tokens,
+        "labels": 512,
+        "instances": 512,
+        "pairs": 512 * tokens,
+        # each token may be a span
+        "pooled": tokens,
+        "pooled_tokens": 8 * tokens,
     }
+
+
+def test_spans_and_whole_sequences_are_pooled_side_by_side():
+    names = ["cu_pooled", "pooled_rows", "normalize", "unpooled_lengths"]
+    plain = [Prompt(ids(7, 8, 9)), Prompt(ids(5, 6), payload=Unpooled(count=1))]
+    spans = Prompt(ids(7, 8, 9, 6), payload=Spans(ids(0, 2, 1, 4, 4, 2)))
+
+    arrays = prompt_arrays(names, plain, [PLAIN, NORMALIZED])
+    assert {name: each.tolist() for name, each in arrays.items()} == {
+        "cu_pooled": [0, 3, 5],
+        "pooled_rows": [],
+        "normalize": [False, True],
+        "unpooled_lengths": [0, 1],
+    }
+    arrays = prompt_arrays(names, [plain[0], spans, plain[1]], [PLAIN, NORMALIZED, PLAIN])
+    assert {name: each.tolist() for name, each in arrays.items()} == {
+        "cu_pooled": [0, 3, 7, 9, 10, 11],
+        "pooled_rows": [0, 1, 2, 3, 4, 5, 6, 5, 6, 4, 8],
+        "normalize": [False, True, True, True, False],
+        "unpooled_lengths": [0, 0, 0, 0, 0],
+    }
+    output = np.arange(10, dtype=np.float32).reshape(5, 2)
+    first, of_spans, last = split_answers(output, [plain[0], spans, plain[1]], "pooled")
+    assert first.tolist() == [0, 1]
+    assert of_spans.tolist() == [[2, 3], [4, 5], [6, 7]]
+    assert last.tolist() == [8, 9]
+    assert [
+        each.tolist() for each in split_answers(output, [plain[0]] * 5, "pooled")
+    ] == output.tolist()
 
 
 @given(st.integers(1, 100), st.integers(1, 100))
@@ -161,24 +202,28 @@ def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
 
 def test_words_and_labels_lie_one_sequence_after_the_other():
     ops = Recorder()
-    declared = [each(ops) for each in (declare.word_rows, declare.label_rows)]
-    declared += [declare.cu_words(ops), declare.cu_labels(ops)]
+    names = "word_rows label_rows task_rows instance_numbers cu_words cu_labels cu_instances"
+    declared = [getattr(declare, name)(ops) for name in names.split()]
+    several = [(2, 0, 1), (2, 1, 1), (1, -1, 2)]
     prompts = [
-        Prompt(ids(7, 8, 9, 6), payload=Words(ids(0, 1, 3), 1)),
+        Prompt(ids(7, 8, 9, 6), payload=Words.at(ids(0), ids(1, 3))),
         Prompt(ids(5, 6)),
-        Prompt(ids(4, 3, 2), payload=Words(ids(0, 1), 2)),
+        Prompt(ids(4, 3, 2), payload=Words.at(ids(0, 0, 1, 1), ids(2), several)),
     ]
     dims = payload_dims(prompts)
-    assert dims == {"masks": 0, "words": 2, "labels": 3, "pairs": 2}
+    assert dims == {"masks": 0, "words": 3, "labels": 5, "instances": 3, "pairs": 6}
     inputs = inputs_for(9, 3, declared, **dims)
 
     fill(inputs, prompts, [PLAIN] * 3)
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
-        "word_rows": [1, 3],
-        "label_rows": [0, 6, 7],
-        "cu_words": [0, 2, 2, 2],
-        "cu_labels": [0, 1, 1, 3],
+        "word_rows": [1, 3, 8],
+        "label_rows": [0, 6, 6, 7, 7],
+        "task_rows": [8, 8, 7],
+        "instance_numbers": [0, 1, -1],
+        "cu_words": [0, 2, 2, 3],
+        "cu_labels": [0, 1, 1, 5],
+        "cu_instances": [0, 1, 2, 4],
     }
 
 

@@ -92,12 +92,8 @@ def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatc
     assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in ran)
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_a_model_that_computes_numbers_passes(make, is_padded):
-    executor = make()
-    executor.state = OneShot(executor.state.device, is_padded=is_padded)
-
-    check_numbers(executor)
+def test_a_model_that_computes_numbers_passes(make):
+    check_numbers(make())
 
 
 def test_nan_refuses_the_model(make, monkeypatch):

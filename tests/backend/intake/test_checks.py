@@ -246,11 +246,14 @@ def test_padding_and_truncation_in_tokenizer_json_are_dropped(small_bert, tmp_pa
     assert sequence.token_ids.tolist() == [2, 5, 6, 7, 5, 3]
 
 
-def test_refuses_a_damaged_tokenizer(tmp_path):
+def test_refuses_a_damaged_tokenizer(small_bert, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
 
     with refused_checkpoint("tokenizer.json cannot be read: "):
         Tokenizer(tmp_path, 12)
+    shutil.copy(small_bert / "tokenizer.json", tmp_path)
+    [sequence] = Tokenizer(tmp_path, 12).encode(["the cat"], truncate=False)
+    assert sequence.token_ids.tolist() == [2, 5, 6, 3]
 
 
 def test_refuses_a_text_without_tokens(small_bert, tmp_path):

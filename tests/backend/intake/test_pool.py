@@ -135,6 +135,40 @@ def test_a_large_request_is_passed_only_by_what_comes_before_it_is_due():
     assert 12 <= served <= 15
 
 
+def test_a_short_text_never_waits_for_long_steps_of_others():
+    pool = TokenizerPool(PoolLimits(100, 10**9, lambda: 0), Stats())
+    pool.start()
+    goes_on, started, ended, most = Event(), Event(), Event(), []
+    clients = [Client() for _ in range(4)]
+    running = 0
+
+    def run_long():
+        nonlocal running
+        running += 1
+        most.append(running)
+        started.set()
+        assert goes_on.wait(SECONDS)
+        running -= 1
+        return ()
+
+    def accept(_):
+        ended.set()
+
+    for client in clients:
+        draft = Draft((TokenizationTask(1 << 20, run_long),) * 2, RequestOptions(priority=9))
+        pool.submit(draft, client, client.accept, arrival=0.0)
+    assert started.wait(SECONDS)
+
+    short = Draft((TokenizationTask(10, tuple),), RequestOptions())
+    pool.submit(short, Client(), accept, arrival=1e9)
+
+    assert ended.wait(SECONDS)
+    goes_on.set()
+    pool.close()
+    assert most == [1] * 8
+    assert all(client.ends == ["accepted"] for client in clients)
+
+
 def test_priority_makes_a_request_due_sooner():
     bench = Bench()
     bench.ask("plain", 1000)

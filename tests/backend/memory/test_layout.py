@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.arena import Layout
+from varlen.memory.arena import Layout, max_tokens_that_fit
 from varlen.memory.usage import Size, Usage, fold
 
 from .plan_checker import overlaps, peak_live
@@ -88,7 +88,7 @@ def test_a_plan_does_not_depend_on_the_plans_before(usages, shapes, numbers):
 def test_the_most_tokens_that_fit_do_fit_in_the_largest_batch(usages, size, most):
     layout = Layout(fold(usages), 64)
 
-    fits = layout.max_tokens_that_fit(size, most, largest)
+    fits = max_tokens_that_fit([layout], size, most, largest)
 
     assert 0 <= fits <= most
     if fits:
@@ -144,4 +144,4 @@ def test_a_program_without_intermediates_takes_nothing(tokens):
         == layout.plan({"tokens": tokens, "sequences": 1}).peak_live
         == 0
     )
-    assert layout.max_tokens_that_fit(0, tokens, largest) == tokens
+    assert max_tokens_that_fit([layout], 0, tokens, largest) == tokens

@@ -5,7 +5,7 @@ from varlen.config import EngineConfig
 from varlen.execution.packing import part_of_step, source_arrays, step_arrays
 from varlen.execution.warm_up import _choosing, _chunk
 
-UNDIVIDED = {"ModernBert", "Deberta", "DebertaV2"}
+UNDIVIDED = {"ModernBert", "Deberta", "DebertaV2", "Phi3", "Olmo2", "Olmo3", "T5Gemma"}
 # Fields that give a small model four heads; a decoder eight, and two of keys, which four ranks hold twice.
 HEADS = {"num_attention_heads": 4}
 KEY_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48}
@@ -21,7 +21,11 @@ ENCODERS = {
     "Qwen3Model": KEY_HEADS,
 }
 DECODERS = {
-    **{f"{name}ForCausalLM": KEY_HEADS for name in SMALL_DECODERS if name != "GPT2"},
+    **{
+        f"{name}ForCausalLM": KEY_HEADS
+        for name in SMALL_DECODERS
+        if name not in ("GPT2", *UNDIVIDED)
+    },
     "GPT2LMHeadModel": {"n_head": 4},
 }
 TRANSLATORS = {

@@ -37,6 +37,22 @@ def hidden_states(model, rows, types=None):
 
 
 @torch.inference_mode()
+def outputs(model, rows):
+    """Return what a model without token types returns for each row of token ids."""
+    return [model(torch.tensor([row])) for row in rows]
+
+
+def states_of(model, rows):
+    """Return the last hidden state of each row of a model without token types."""
+    return [output.last_hidden_state[0] for output in outputs(model, rows)]
+
+
+def logits_of(model, rows):
+    """Return the logits of each row of a model without token types."""
+    return [output.logits[0] for output in outputs(model, rows)]
+
+
+@torch.inference_mode()
 def decoded(model, rows):
     """Return a decoder's hidden states, and logits if it has them, of each row."""
     inputs = [torch.tensor([row]) for row in rows]
@@ -60,3 +76,18 @@ def assert_hidden_states_match(folder, model, rows):
         actual = encoder.hidden(rows)
     assert all(row.dtype == np.float32 for row in actual)
     assert_rows_close(actual, hidden_states(model, rows), roundings=encoder_roundings(folder))
+
+
+def assert_states_equal(folder, expected, rows):
+    """Compare hidden states in fp32, in a batch and of each row alone; return both.
+
+    Args:
+        expected: hidden states of each row, `[tokens, hidden]`.
+    """
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        together = encoder.hidden(rows)
+        alone = [encoder.hidden([row])[0] for row in rows]
+    roundings = encoder_roundings(folder)
+    assert_rows_close(together, expected, roundings=roundings)
+    assert_rows_close(alone, expected, roundings=roundings)
+    return together, alone

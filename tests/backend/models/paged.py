@@ -95,7 +95,7 @@ def record_step(folder, num_blocks, block_size, dtype):
     hidden = decoder.record(ops, PagedAttention(num_blocks, block_size, dtype))
     logits = decoder.record_logits(ops, ops.select_rows(hidden, inputs.logit_rows(ops)))
     program = ops.finish(hidden, logits)
-    assert len(program.states) == 2 * decoder.num_layers
+    assert len(program.states) == 2 * len(decoder.layers)
     largest = {"tokens": 1024, "sequences": 16, "blocks": 1024, "logit_rows": 1024}
     arena = Arena(Layout(program.buffers, 64), largest, CPU)
     caches = {

@@ -81,7 +81,7 @@ def _programs(folder, num_blocks, block_size, dtype, *, compiled):
     ops = Recorder()
     hidden = model.record(ops, PagedAttention(*caches), CrossAttention(*caches))
     decoder = ops.finish(model.record_logits(ops, ops.select_rows(hidden, inputs.logit_rows(ops))))
-    assert len(decoder.states) == 2 * model.num_layers
+    assert len(decoder.states) == 2 * len(model.layers)
     assert set(encoder.states) == set(decoder.states)
     tensors = {
         state.name: torch.full(state.shape, torch.nan, dtype=state.dtype)

@@ -173,3 +173,89 @@ class JinaBertForMaskedLM(_Stated):
         x = head.transform.dense(self.bert(input_ids).last_hidden_state)
         x = head.transform.LayerNorm(_activation(self.config)(x))
         return SimpleNamespace(logits=head.decoder(x))
+
+
+class _NomicExperts(nn.Module):
+    """Experts of nomic-bert-2048's code, in a loop; one bias is added to their sum."""
+
+    def __init__(self, hidden: int, inner: int, experts: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.router = _Named(layer=nn.Linear(hidden, experts, bias=False))
+        self.experts = _Named(mlp=nn.Module())
+        for name in ("w1", "w2"):
+            weight = nn.Parameter(torch.empty(experts * inner, hidden))
+            self.experts.mlp.register_parameter(name, weight)
+        self.experts.register_parameter("bias", nn.Parameter(torch.zeros(hidden)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router.layer(x).softmax(1)
+        experts = weights.shape[1]
+        first, second = (each.chunk(experts) for each in (self.experts.mlp.w1, self.experts.mlp.w2))
+        rows = []
+        for token, of_token in zip(x, weights, strict=True):
+            best = of_token.argsort(descending=True)[: self.count].tolist()
+            given = [nn.functional.gelu(token @ first[i].T) @ second[i] for i in best]
+            rows.append(sum(of_token[i] * each for i, each in zip(best, given, strict=True)))
+        return torch.stack(rows) + self.experts.bias
+
+
+class NomicBertMoeModel(_Stated):
+    """NomicBERT with experts in every second layer, as nomic-embed-text-v2-moe has it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        size, inner, self.heads = config.n_embd, config.n_inner, config.n_head
+        self.theta = config.rotary_emb_base
+
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(size, eps=config.layer_norm_epsilon)
+
+        def layer(number: int) -> nn.Module:
+            has_experts = number % config.moe_every_n_layers == 1
+            return _Named(
+                attn=_Named(Wqkv=nn.Linear(size, 3 * size), out_proj=nn.Linear(size, size)),
+                norm1=norm(),
+                mlp=_NomicExperts(size, inner, config.num_experts, config.moe_top_k)
+                if has_experts
+                else _Named(fc1=nn.Linear(size, inner), fc2=nn.Linear(inner, size)),
+                norm2=norm(),
+            )
+
+        self.embeddings = _Named(
+            word_embeddings=nn.Embedding(config.vocab_size, size),
+            token_type_embeddings=nn.Embedding(config.type_vocab_size, size),
+        )
+        self.emb_ln = norm()
+        self.encoder = _Named(layers=nn.ModuleList(map(layer, range(config.n_layer))))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        """Return the hidden states of one sequence."""
+        (ids,) = input_ids
+        types = self.embeddings.token_type_embeddings.weight[0]
+        x = self.emb_ln(self.embeddings.word_embeddings(ids) + types)
+        for layer in self.encoder.layers:
+            x = layer.norm1(x + self._attention(layer.attn, x))
+            mlp = layer.mlp
+            is_dense = hasattr(mlp, "fc1")
+            given = mlp.fc2(nn.functional.gelu(mlp.fc1(x))) if is_dense else mlp(x)
+            x = layer.norm2(x + given)
+        return SimpleNamespace(last_hidden_state=x[None])
+
+    def _attention(self, attn: Any, x: Tensor) -> Tensor:
+        tokens, size = x.shape
+        dim = size // self.heads
+        queries, keys, values = (
+            each.view(tokens, self.heads, dim).transpose(0, 1) for each in attn.Wqkv(x).chunk(3, 1)
+        )
+        powers = torch.arange(0, dim, 2, dtype=x.dtype) / dim
+        angles = torch.arange(tokens, dtype=x.dtype)[:, None] / self.theta**powers
+        cos, sin = angles.cos(), angles.sin()
+
+        def rotated(heads: Tensor) -> Tensor:
+            first, second = heads.chunk(2, 2)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), 2)
+
+        scores = rotated(queries) @ rotated(keys).transpose(1, 2) * dim**-0.5
+        return attn.out_proj((scores.softmax(2) @ values).transpose(0, 1).reshape(tokens, size))

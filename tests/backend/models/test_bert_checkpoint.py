@@ -1,5 +1,7 @@
 """BERT checkpoints: unsupported fields and tensors are refused before weights are loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,9 +22,14 @@ def check(folder, task="embed"):
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", {}, []], ids=repr)
 def test_takes_an_unknown_feature_that_is_off(folder, value):
+    before = Checkpoint.open(folder)
     set_fields(folder, "config.json", rope_scaling=value)
 
     check(folder)
+    after = Checkpoint.open(folder)
+    assert replace(after, config={**after.config, "rope_scaling": None}) == replace(
+        before, config={**before.config, "rope_scaling": None}
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,6 +142,9 @@ def test_takes_a_tensor_that_is_known_to_be_unused(folder, name):
     change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(3, dtype=torch.int64)}))
 
     check(folder)
+    weights = load_encoder(Checkpoint.open(folder), torch.float32, torch.device("cpu"))
+    stored = load_file(folder / WEIGHTS)["encoder.layer.1.intermediate.dense.weight"]
+    assert torch.equal(weights.layers[1].mlp.up.weight, stored.t())
 
 
 @pytest.mark.parametrize(

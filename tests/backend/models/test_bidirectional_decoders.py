@@ -14,6 +14,7 @@ from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import logits_of, states_of
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 CASES = {
@@ -54,11 +55,6 @@ def load(folder, kind):
     return loader.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
-def hidden_of(model, rows):
-    return [model(torch.tensor([row])).last_hidden_state[0] for row in rows]
-
-
 def served(folder, task, rows):
     """Return our answers to rows of one batch, which equal the answers alone."""
     with Encoder.from_pretrained(folder, task=task, dtype="fp32") as encoder:
@@ -80,8 +76,8 @@ MARKED = [
 def test_hidden_states_match_transformers(make_checkpoint, rng, case):
     kind, fields = CASES[case]
     folder = make_checkpoint(kind, **fields)
-    causal = hidden_of(getattr(transformers, kind).from_pretrained(folder).eval(), [[3, 5, 7, 9]])
-    expected = hidden_of(load(folder, kind), rows := [*rows_of(rng), [3, 5, 7, 9]])
+    causal = states_of(getattr(transformers, kind).from_pretrained(folder).eval(), [[3, 5, 7, 9]])
+    expected = states_of(load(folder, kind), rows := [*rows_of(rng), [3, 5, 7, 9]])
     set_fields(folder, "config.json", is_causal=False)
 
     actual = served(folder, "hidden", rows)
@@ -95,7 +91,7 @@ def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, case):
     kind, fields = CASES[case]
     folder = make_checkpoint(kind, **fields)
     rows = rows_of(rng)
-    means = [row.mean(dim=0).numpy() for row in hidden_of(load(folder, kind), rows)]
+    means = [row.mean(dim=0).numpy() for row in states_of(load(folder, kind), rows)]
     set_fields(folder, "config.json", is_causal=False)
 
     with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
@@ -124,8 +120,7 @@ def test_a_classifier_reads_the_last_token_as_in_transformers(make_checkpoint, r
     model = load(folder, "Qwen3ForSequenceClassification")
     set_fields(folder, "config.json", is_causal=False)
 
-    with torch.inference_mode():
-        expected = [model(torch.tensor([row])).logits[0] for row in rows]
+    expected = logits_of(model, rows)
     assert_rows_close(
         served(folder, "classify", rows), expected, roundings=encoder_roundings(folder)
     )
@@ -135,7 +130,7 @@ def test_a_classifier_reads_the_last_token_as_in_transformers(make_checkpoint, r
 def test_nemotron_embeds_as_its_config_pools(make_checkpoint, rng, pooling):
     folder = make_checkpoint("LlamaModel")
     rows = rows_of(rng)
-    states = hidden_of(load(folder, "LlamaModel"), rows)
+    states = states_of(load(folder, "LlamaModel"), rows)
     names = {"architectures": ["LlamaBidirectionalModel"], "pooling": pooling}
     set_fields(folder, "config.json", **NEMOTRON | names)
 
@@ -159,7 +154,7 @@ def test_nemotron_ranks_a_pair_as_one_text(make_checkpoint, pooling):
 
     actual = served(folder, "rerank", PAIRS)
 
-    states = hidden_of(model, [tokenizer.encode(text).ids for text in texts])
+    states = states_of(model, [tokenizer.encode(text).ids for text in texts])
     pooled = [row.mean(dim=0) if pooling == "avg" else row[-1] for row in states]
     expected = [(weight @ row) / NEMOTRON["temperature"] for row in pooled]
     assert_rows_close(actual, expected, roundings=2 * encoder_roundings(folder))
@@ -181,7 +176,7 @@ def test_voyage_projects_each_token(make_checkpoint, rng, prefix):
     folder = make_checkpoint("Qwen3Model", files=pooling_files(pooling_mode="mean"))
     rows = rows_of(rng)
     weight = torch.from_numpy(rng.standard_normal((23, 36)).astype(np.float32)) / 6
-    expected = [row @ weight.T for row in hidden_of(load(folder, "Qwen3Model"), rows)]
+    expected = [row @ weight.T for row in states_of(load(folder, "Qwen3Model"), rows)]
 
     def add_projection(tensors):
         named = {prefix + name: tensor for name, tensor in tensors.items()}
@@ -203,7 +198,7 @@ def test_gte_qwen2_is_read_as_its_config_says(make_checkpoint, rng):
     folder = make_checkpoint("Qwen2ForCausalLM", files=pooling_files(pooling_mode="lasttoken"))
     code = {"AutoModel": "modeling_qwen.Qwen2Model", "AutoConfig": None}
     rows = rows_of(rng)
-    expected = hidden_of(load(folder, "Qwen2ForCausalLM").model, rows)
+    expected = states_of(load(folder, "Qwen2ForCausalLM").model, rows)
     set_fields(folder, "config.json", auto_map=code, is_causal=False)
 
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:

@@ -368,9 +368,9 @@ def test_linear_weights_are_laid_out_input_by_output(folder):
         stored[f"encoder.layer.1.attention.self.{p}.weight"] for p in ("query", "key", "value")
     ]
     assert torch.equal(layer.qkv.weight, torch.cat(parts).t())
-    assert torch.equal(layer.up.weight, stored["encoder.layer.1.intermediate.dense.weight"].t())
+    assert torch.equal(layer.mlp.up.weight, stored["encoder.layer.1.intermediate.dense.weight"].t())
     assert layer.qkv.weight.is_contiguous()
-    assert layer.up.weight.is_contiguous()
+    assert layer.mlp.up.weight.is_contiguous()
 
 
 def test_refuses_a_sequence_limit_past_the_position_table(folder):
@@ -378,11 +378,13 @@ def test_refuses_a_sequence_limit_past_the_position_table(folder):
         "max_sequence_tokens is 65; this checkpoint has position embeddings for 64"
     ):
         load(folder, max_sequence_tokens=65)
+    assert load(folder, max_sequence_tokens=64).info.max_sequence_tokens == 64
 
 
 def test_refuses_a_queue_that_cannot_hold_the_longest_sequence(folder):
     with refused_setting("max_queued_tokens is 63; it must hold the longest sequence, 64 tokens"):
         load(folder, max_sequence_tokens=64, max_queued_tokens=63)
+    assert load(folder, max_queued_tokens=64).info.max_sequence_tokens == 64
 
 
 def test_without_a_setting_the_longest_sequence_is_what_the_queue_holds(folder):
@@ -398,6 +400,7 @@ def test_a_small_batch_does_not_shorten_the_longest_sequence(folder):
 def test_refuses_an_arena_without_room_for_one_token(folder):
     with refused_setting("arena_bytes allows 100 bytes for each of 1 workers; this model needs "):
         load(folder, arena_bytes=100)
+    assert load(folder, arena_bytes=1_000_000).info.max_sequence_tokens > 0
 
 
 def test_a_loaded_model_keeps_nothing_of_its_file_mapped(folder):

@@ -15,6 +15,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import DebertaConfig, distance_rows
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import assert_states_equal, load_oracle, logits_of, states_of
 
 CLASSIFIER = "DebertaV2ForSequenceClassification"
 # What differs from the small checkpoint, which has the form of DeBERTa-v3.
@@ -47,22 +48,8 @@ FORMS = {
 }
 
 
-def load(folder, kind):
-    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def rows_of(rng, lengths=(1, 2, 17, 64, 33, 17)):
     return [rng.integers(5, 40, length).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def hidden_states(model, rows):
-    return [model(torch.tensor([row])).last_hidden_state[0] for row in rows]
-
-
-@torch.inference_mode()
-def logits_of(model, rows):
-    return [model(torch.tensor([row])).logits[0] for row in rows]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,11 +57,7 @@ def test_every_form_of_positions_matches_transformers(make_checkpoint, rng, form
     folder = make_checkpoint("DebertaV2Model", **FORMS[form])
     rows = rows_of(rng)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    expected = hidden_states(load(folder, "DebertaV2Model"), rows)
-    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+    assert_states_equal(folder, states_of(load_oracle(folder, "DebertaV2Model"), rows), rows)
 
 
 def test_sequences_longer_than_all_buckets_match_transformers(make_checkpoint, rng):
@@ -86,14 +69,7 @@ def test_sequences_longer_than_all_buckets_match_transformers(make_checkpoint, r
     )
     rows = rows_of(rng, [512, 3, 130])
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-        alone = encoder.hidden(rows[:1])
-
-    roundings = encoder_roundings(folder)
-    expected = hidden_states(load(folder, "DebertaV2Model"), rows)
-    assert_rows_close(actual, expected, roundings=roundings)
-    assert_rows_close(alone, actual[:1], roundings=roundings)
+    assert_states_equal(folder, states_of(load_oracle(folder, "DebertaV2Model"), rows), rows)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -107,7 +83,7 @@ def test_a_classifier_has_the_activation_of_its_pooler(make_checkpoint, rng, act
 
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16
     roundings = encoder_roundings(folder, precision)
-    expected = logits_of(load(folder, CLASSIFIER), rows)
+    expected = logits_of(load_oracle(folder, CLASSIFIER), rows)
     assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
 
 
@@ -115,7 +91,7 @@ def test_a_classifier_has_the_activation_of_its_pooler(make_checkpoint, rng, act
 def test_padding_in_transformers_changes_nothing(make_checkpoint, rng, window):
     folder = make_checkpoint(CLASSIFIER, num_labels=2, conv_kernel_size=window)
     rows = rows_of(rng, [5, 40, 12])
-    model = load(folder, CLASSIFIER)
+    model = load_oracle(folder, CLASSIFIER)
     ids = torch.zeros(3, 40, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
@@ -138,7 +114,7 @@ def test_a_classifier_may_have_a_convolution(make_checkpoint, rng, layers):
         actual = encoder.classify(rows)
 
     roundings = encoder_roundings(folder, torch.bfloat16)
-    expected = logits_of(load(folder, CLASSIFIER), rows)
+    expected = logits_of(load_oracle(folder, CLASSIFIER), rows)
     assert_rows_close(actual, expected, roundings=roundings, dtype=torch.bfloat16)
 
 
@@ -152,7 +128,9 @@ def test_int8_keeps_the_direction_of_vectors(make_checkpoint, rng, monkeypatch):
     with Encoder.from_pretrained(folder, dtype="int8") as encoder:
         actual = np.stack(encoder.embed(rows, normalize=True))
 
-    means = [states.mean(dim=0) for states in hidden_states(load(folder, "DebertaV2Model"), rows)]
+    means = [
+        states.mean(dim=0) for states in states_of(load_oracle(folder, "DebertaV2Model"), rows)
+    ]
     expected = np.stack([(mean / mean.norm()).numpy() for mean in means])
     assert (actual * expected).sum(axis=1).min() > 0.99
 
@@ -180,7 +158,7 @@ def test_a_tokenizer_converted_from_sentencepiece_matches_transformers(make_chec
     _save_unigrams(folder)
     texts = ["The cat  sat", "a río, 42?", " leading", "\uff46\uff55\uff4c\uff4c width"]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    model = load(folder, CLASSIFIER)
+    model = load_oracle(folder, CLASSIFIER)
     pairs = [(first, second) for first in texts for second in texts[:2]]
 
     with Encoder.from_pretrained(folder, task="rerank", dtype="fp32") as encoder:
@@ -208,7 +186,7 @@ def test_a_masked_language_model_may_have_the_head_of_its_training(make_checkpoi
         actual = encoder.sparse_embed(rows)
 
     # as SPLADE: the largest of log(1 + relu) over the tokens
-    logits = logits_of(load(folder, "DebertaV2ForMaskedLM"), rows)
+    logits = logits_of(load_oracle(folder, "DebertaV2ForMaskedLM"), rows)
     for row, expected in zip(actual, logits, strict=True):
         weights = expected.relu().log1p().amax(dim=0)
         dense = np.zeros(len(weights), dtype=np.float32)

@@ -275,10 +275,13 @@ def test_refuses_a_tensor_that_the_model_does_not_use(make_checkpoint, name, ten
 )
 def test_takes_a_tensor_of_older_releases(make_checkpoint, name, tensor):
     folder = make_checkpoint(CAUSAL[name])
+    before = load_decoder(Checkpoint.open(folder), torch.float32, CPU)
     change_tensors(folder, lambda tensors: tensors.update({tensor: torch.ones(3)}))
 
     check(folder)
     load_encoder(Checkpoint.open(folder), torch.float32, CPU)
+    after = load_decoder(Checkpoint.open(folder), torch.float32, CPU)
+    assert torch.equal(before.layers[1].qkv.weight, after.layers[1].qkv.weight)
 
 
 def test_takes_names_without_a_prefix(make_checkpoint):
@@ -304,7 +307,8 @@ def test_takes_a_copy_of_the_tied_table(make_checkpoint, name):
     change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 0}))
 
     check(folder)
-    load_decoder(Checkpoint.open(folder), torch.float32, CPU)
+    model = load_decoder(Checkpoint.open(folder), torch.float32, CPU)
+    assert model.output.weight.data_ptr() == model.token_table.weight.data_ptr()
 
 
 def test_refuses_another_output_layer_than_the_table_that_it_is_tied_to(make_checkpoint):
@@ -329,6 +333,6 @@ def test_linear_weights_are_laid_out_input_by_output(make_checkpoint):
     bias = [stored[f"{attention}.{part}_proj.bias"] for part in "qkv"]
     assert torch.equal(layer.qkv.bias, torch.cat(bias))
     gate_up = [stored[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up).t())
+    assert torch.equal(layer.mlp.up.weight, torch.cat(gate_up).t())
     assert layer.qkv.weight.is_contiguous()
-    assert layer.down.weight.is_contiguous()
+    assert layer.mlp.down.weight.is_contiguous()

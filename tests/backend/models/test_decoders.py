@@ -20,6 +20,8 @@ from .paged import record_step, run_in_chunks
 GPT2, LLAMA, MISTRAL = "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 GEMMA, GEMMA2, GEMMA3 = "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"
+PHI3, GRANITE, SMOLLM3 = "Phi3ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM"
+OLMO2, OLMO3, HUNYUAN = "Olmo2ForCausalLM", "Olmo3ForCausalLM", "HunYuanDenseV1ForCausalLM"
 
 # By type; the originals are shorter than the longest row.
 ROTARY = {
@@ -34,6 +36,17 @@ ROTARY = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 80},
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+# Four of the six features of a head rotate.
+PARTIAL = {"partial_rotary_factor": 0.7, "short_factor": [1.1, 2.5], "long_factor": [9.0, 30.0]}
+# Up to `original_max_position_embeddings`, the short factors count.
+LONGROPE = {
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.05, 1.5, 3.0],
+        "long_factor": [1.5, 9.0, 30.0],
+    },
+}
 
 CASES = {
     "gpt2": (GPT2, {}),
@@ -98,9 +111,51 @@ CASES = {
         },
     ),
     "gemma3-logit-cap": (GEMMA3, {"final_logit_softcapping": 3.0}),
+    "phi3": (PHI3, {}),
+    "phi3-window": (PHI3, {"sliding_window": 7}),
+    "phi3-longrope": (PHI3, LONGROPE),
+    "phi3-partial": (
+        PHI3,
+        {"rope_parameters": {"partial_rotary_factor": 0.7}, "num_key_value_heads": 6},
+    ),
+    "phi3-partial-longrope": (
+        PHI3,
+        {**LONGROPE, "rope_parameters": {**LONGROPE["rope_parameters"], **PARTIAL}},
+    ),
+    "granite": (GRANITE, {}),
+    "granite-tied-biases": (
+        GRANITE,
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": (SMOLLM3, {}),
+    "smollm3-places": (SMOLLM3, {"no_rope_layers": [0, 0, 1], "tie_word_embeddings": False}),
+    "smollm3-windows": (SMOLLM3, {"use_sliding_window": True, "sliding_window": 7}),
+    "olmo2": (OLMO2, {}),
+    "olmo2-groups": (OLMO2, {"num_key_value_heads": 2, "attention_bias": True}),
+    "olmo3": (OLMO3, {}),
+    "olmo3-positions": (
+        OLMO3,
+        {
+            "num_key_value_heads": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, **ROTARY["yarn"]},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "hunyuan": (HUNYUAN, {}),
+    "hunyuan-alpha": (
+        HUNYUAN,
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0},
+        },
+    ),
 }
 # One of each family, for tests that no option concerns.
-PLAIN = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]
+PLAIN = (
+    "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi3 granite smollm3 olmo2 olmo3 hunyuan"
+).split()
 
 
 def run_in_one_step(folder, rows):
@@ -196,15 +251,16 @@ def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, case,
 def test_bf16_stays_close_to_fp32(make_checkpoint, rng, case):
     kind, _ = CASES[case]
     folder = make_checkpoint(kind, dtype=torch.bfloat16)
-    rows = random_rows(rng, [1, 40])
+    rows = random_rows(rng, [1, 2, 40, 100])
 
-    _, logits = run_in_chunks(folder, rows, sizes=[1, 13], dtype=torch.bfloat16)
+    _, logits = run_in_chunks(folder, rows, sizes=[1, 1, 7, 33], dtype=torch.bfloat16)
 
     _, expected = decoded(load_oracle(folder, kind), rows)
     assert all(row.dtype == torch.float32 for row in logits)
     bound = relative_error(encoder_roundings(folder, torch.bfloat16), torch.bfloat16)
     for mine, theirs in zip(logits, expected, strict=True):
         assert (mine - theirs).norm() <= bound * theirs.norm()
+        assert torch.nn.functional.cosine_similarity(mine, theirs, dim=1).min() > 0.999
 
 
 @pytest.mark.parametrize("kind", ROTARY)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import change_tensors, set_fields
+from tests.checkpoints import SMALL_ENCODER_DECODERS, change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 
 from .oracle import load_oracle, translated
@@ -12,6 +12,15 @@ from .paged_pairs import run_in_chunks
 BART, MBART = "BartForConditionalGeneration", "MBartForConditionalGeneration"
 MARIAN, M2M100 = "MarianMTModel", "M2M100ForConditionalGeneration"
 T5, MT5 = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
+T5GEMMA = "T5GemmaForConditionalGeneration"
+
+
+def part_fields(**fields):
+    """Return the fields of a small T5Gemma, both of whose parts have these fields."""
+    small = SMALL_ENCODER_DECODERS["T5Gemma"]
+    return {name: {**small[name], **fields} for name in ("encoder", "decoder")}
+
+
 CASES = {
     "bart": (BART, {}),
     "bart-scaled": (BART, {"scale_embedding": True}),
@@ -36,9 +45,19 @@ CASES = {
     "t5-default-layers": (T5, {"num_layers": 1, "num_decoder_layers": None}),
     "mt5": (MT5, {"feed_forward_proj": "gated-gelu"}),
     "mt5-relu": (MT5, {"feed_forward_proj": "relu"}),
+    "t5gemma": (T5GEMMA, {}),
+    "t5gemma-untied": (T5GEMMA, {"tie_word_embeddings": False}),
+    "t5gemma-caps": (
+        T5GEMMA,
+        part_fields(attn_logit_softcapping=0.5, final_logit_softcapping=2.0, attention_bias=True),
+    ),
+    "t5gemma-no-caps": (
+        T5GEMMA,
+        part_fields(attn_logit_softcapping=None, final_logit_softcapping=None),
+    ),
 }
 # One of each family, for tests that no option concerns.
-PLAIN = ["bart", "mbart", "marian-scaled", "m2m", "t5", "mt5"]
+PLAIN = ["bart", "mbart", "marian-scaled", "m2m", "t5", "mt5", "t5gemma"]
 SIZES = [1, 1, 7, 3]
 
 
@@ -75,7 +94,15 @@ def test_matches_transformers_in_chunks(make_checkpoint, pairs, case, compiled):
 
 @pytest.mark.parametrize(
     "case, block_size",
-    [("bart", 1), ("mbart", 16), ("marian-scaled", 128), ("m2m", 16), ("t5", 1), ("mt5", 128)],
+    [
+        ("bart", 1),
+        ("mbart", 16),
+        ("marian-scaled", 128),
+        ("m2m", 16),
+        ("t5", 1),
+        ("mt5", 128),
+        ("t5gemma", 16),
+    ],
 )
 def test_the_ops_of_cpus_match_transformers(make_checkpoint, pairs, case, block_size):
     kind, options = CASES[case]

@@ -1,8 +1,6 @@
 """Encoder families: random checkpoints match transformers, and fields that are not served are refused."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +10,15 @@ import transformers
 from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
+from varlen.models.bert_relatives import RELATIVES
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import FAMILIES as FAMILIES_OF_CHECKPOINTS
-from varlen.models.registry import POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import load_oracle, logits_of, states_of
 
 # The beginning of the classes' names in transformers, and more shapes than the usual small one.
-POST_NORM = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
+POST_NORM = {name: family.class_name for name, family in RELATIVES.items()}
 FAMILIES = {
     **POST_NORM,
     "modernbert": "ModernBert",
@@ -70,16 +69,6 @@ def rows_of(rng, vocab_size, pad=None):
     return [rng.choice(ids, size=length).tolist() for length in (1, 2, 7, 33, 60, 7)]
 
 
-@torch.inference_mode()
-def outputs(model, rows):
-    return [model(torch.tensor([row])) for row in rows]
-
-
-def load(folder, kind):
-    loader = getattr(transformers, kind)
-    return loader.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def check(folder, actual, expected):
     assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
@@ -93,7 +82,7 @@ CASES = [
 @pytest.mark.parametrize("name, shape", CASES)
 def test_hidden_states_match_transformers(make_checkpoint, rng, name, shape):
     folder = make_checkpoint(f"{FAMILIES[name]}Model", **shape)
-    model = load(folder, f"{FAMILIES[name]}Model")
+    model = load_oracle(folder, f"{FAMILIES[name]}Model")
     rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
     if name == "mpnet":
         # further than the last bucket of distances
@@ -104,7 +93,7 @@ def test_hidden_states_match_transformers(make_checkpoint, rng, name, shape):
         actual = encoder.hidden(rows)
         alone = encoder.hidden(rows[-1:])
 
-    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
+    check(folder, actual, states_of(model, rows))
     check(folder, alone, actual[-1:])
 
 
@@ -113,20 +102,20 @@ def test_hidden_states_match_transformers(make_checkpoint, rng, name, shape):
 def test_classification_matches_transformers(make_checkpoint, rng, name, task):
     kind = f"{FAMILIES[name]}For{task}"
     folder = make_checkpoint(kind, num_labels=3)
-    model = load(folder, kind)
+    model = load_oracle(folder, kind)
     rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
 
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = getattr(encoder, encoder.task)(rows)
 
-    check(folder, actual, [output.logits[0] for output in outputs(model, rows)])
+    check(folder, actual, logits_of(model, rows))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"xlm-roberta", "jina_embeddings_v3"}))
 def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, name):
     kind = f"{FAMILIES[name]}ForSequenceClassification"
     folder = make_checkpoint(kind, num_labels=1)
-    model = load(folder, kind)
+    model = load_oracle(folder, kind)
     names = ["input_ids", "token_type_ids", "attention_mask"]
     set_fields(
         folder,
@@ -150,13 +139,13 @@ def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, name):
     folder = make_checkpoint(f"{FAMILIES[name]}Model")
-    model = load(folder, f"{FAMILIES[name]}Model")
+    model = load_oracle(folder, f"{FAMILIES[name]}Model")
     rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
 
     with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
         actual = np.stack(encoder.embed(rows, normalize=True))
 
-    means = [output.last_hidden_state[0].mean(dim=0).numpy() for output in outputs(model, rows)]
+    means = [states.mean(dim=0).numpy() for states in states_of(model, rows)]
     expected = np.stack([mean / np.linalg.norm(mean) for mean in means])
     assert (actual * expected).sum(axis=1).min() > 0.999
 
@@ -172,7 +161,7 @@ def test_knows_every_field_of_transformers_configuration(name):
 
 @pytest.mark.parametrize("name", POST_NORM)
 def test_a_field_that_is_absent_has_the_default_of_transformers(name):
-    family = POST_NORM_FAMILIES[name]
+    family = RELATIVES[name]
     default = getattr(transformers, f"{family.class_name}Config")()
     full = {name: value for name, value in default.to_dict().items() if value is not None}
     fields = family.fields
@@ -219,51 +208,55 @@ def test_refuses_a_field_that_would_change_results(make_checkpoint, name, field,
 def test_takes_the_encoder_of_a_model_with_another_head(make_checkpoint, rng, name, kind):
     folder = make_checkpoint(f"{FAMILIES[name]}{kind}")
     set_fields(folder, "config.json", architectures=[f"{FAMILIES[name]}Model"])
-    model = load(folder, f"{FAMILIES[name]}Model")
+    model = load_oracle(folder, f"{FAMILIES[name]}Model")
     rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
 
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
 
-    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
-
-
-def test_the_documentation_lists_every_model_type():
-    text = (Path(__file__).parents[3] / "docs/start/models.md").read_text()
-
-    listed = set(re.findall(r"`([a-z0-9_-]+)`(?= \||,|: task)", text))
-
-    assert listed >= set(FAMILIES_OF_CHECKPOINTS)
+    check(folder, actual, states_of(model, rows))
 
 
 @pytest.mark.parametrize("kind", ["T5EncoderModel", "MT5EncoderModel"])
 def test_an_encoder_of_t5_alone_matches_transformers(make_checkpoint, rng, kind):
     folder = make_checkpoint(kind)
-    model = load(folder, kind)
+    model = load_oracle(folder, kind)
     rows = rows_of(rng, model.config.vocab_size)
 
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
 
-    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
+    check(folder, actual, states_of(model, rows))
     with refused('task "translate" is not served'):
         Checkpoint.open(folder).check_task("translate")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_classifier_on_a_decoder_matches_transformers(make_checkpoint, rng, family, task, dtype):
-    kind = f"{family}For{task}"
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        *(
+            (f"{family}For{task}Classification", dtype)
+            for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+            for task in ("Sequence", "Token")
+            for dtype in ("fp32", "bf16")
+        ),
+        *(
+            (f"{family}ForSequenceClassification", "fp32")
+            for family in ("Qwen3Moe", "Phi3", "Olmo2", "HunYuanDenseV1", "Gemma", "Gemma3Text")
+        ),
+        ("SmolLM3ForTokenClassification", "fp32"),
+    ],
+)
+def test_a_classifier_on_a_decoder_matches_transformers(make_checkpoint, rng, kind, dtype):
     folder = make_checkpoint(kind, num_labels=3, pad_token_id=1)
-    model = load(folder, kind)
+    model = load_oracle(folder, kind)
     rows = rows_of(rng, model.config.vocab_size, pad=1)
 
     with Encoder.from_pretrained(folder, dtype=dtype) as encoder:
         actual = getattr(encoder, encoder.task)(rows)
 
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16
-    expected = [output.logits[0] for output in outputs(model, rows)]
+    expected = logits_of(model, rows)
     roundings = encoder_roundings(folder, precision)
     assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
 

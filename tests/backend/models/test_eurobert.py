@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from tests.checkpoints import drop_field, set_fields
@@ -14,16 +13,11 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import FAMILIES
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import assert_states_equal, load_oracle, logits_of, states_of
 
 
 def rows_of(rng):
     return [rng.integers(1, 90, length).tolist() for length in (1, 2, 9, 33, 60, 9)]
-
-
-@torch.inference_mode()
-def outputs(folder, kind, rows):
-    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
-    return [model(torch.tensor([row])) for row in rows]
 
 
 @pytest.mark.parametrize("kind", ["EuroBertModel", "EuroBertForMaskedLM"])
@@ -32,13 +26,7 @@ def test_hidden_states_match_transformers(make_checkpoint, rng, kind):
     rows = rows_of(rng)
     drop_field(folder, "config.json", "rms_norm_eps")
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-        alone = [encoder.hidden([row])[0] for row in rows]
-
-    expected = [each.last_hidden_state[0] for each in outputs(folder, "EuroBertModel", rows)]
-    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
-    assert_rows_close(alone, expected, roundings=encoder_roundings(folder))
+    assert_states_equal(folder, states_of(load_oracle(folder, "EuroBertModel"), rows), rows)
     assert Checkpoint.open(folder).tasks == ("embed", "hidden")
 
 
@@ -54,9 +42,8 @@ def test_classifiers_of_sequences_match_transformers(make_checkpoint, rng, pooli
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = encoder.classify(rows)
 
-    expected = outputs(folder, "EuroBertForSequenceClassification", rows)
-    logits = [each.logits[0] for each in expected]
-    assert_rows_close(actual, logits, roundings=encoder_roundings(folder))
+    expected = logits_of(load_oracle(folder, "EuroBertForSequenceClassification"), rows)
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
 
 def test_a_classifier_of_tokens_matches_transformers(make_checkpoint, rng):
@@ -66,9 +53,8 @@ def test_a_classifier_of_tokens_matches_transformers(make_checkpoint, rng):
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = encoder.token_classify(rows)
 
-    expected = outputs(folder, "EuroBertForTokenClassification", rows)
-    logits = [each.logits[0] for each in expected]
-    assert_rows_close(actual, logits, roundings=encoder_roundings(folder))
+    expected = logits_of(load_oracle(folder, "EuroBertForTokenClassification"), rows)
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
 
 def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng):
@@ -78,10 +64,8 @@ def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng):
     with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
         actual = encoder.embed(rows, normalize=True)
 
-    means = [
-        each.last_hidden_state[0].mean(dim=0).numpy()
-        for each in outputs(folder, "EuroBertModel", rows)
-    ]
+    states = states_of(load_oracle(folder, "EuroBertModel"), rows)
+    means = [each.mean(dim=0).numpy() for each in states]
     cosines = [row @ mean / np.linalg.norm(mean) for row, mean in zip(actual, means, strict=True)]
     assert min(cosines) > 0.999
 
@@ -91,7 +75,7 @@ def test_reads_the_first_release(make_checkpoint, rng):
         "EuroBertForSequenceClassification", num_labels=2, classifier_pooling="mean"
     )
     rows = rows_of(rng)
-    expected = outputs(folder, "EuroBertForSequenceClassification", rows)
+    logits = logits_of(load_oracle(folder, "EuroBertForSequenceClassification"), rows)
     drop_field(folder, "config.json", "classifier_pooling")
     code = {"AutoModel": "modeling_eurobert.EuroBertModel"}
     set_fields(folder, "config.json", auto_map=code, clf_pooling="mean")
@@ -99,7 +83,6 @@ def test_reads_the_first_release(make_checkpoint, rng):
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = encoder.classify(rows)
 
-    logits = [each.logits[0] for each in expected]
     assert_rows_close(actual, logits, roundings=encoder_roundings(folder))
     set_fields(folder, "config.json", auto_map={"AutoModel": "modeling.Mine"})
     with refused('auto_map with "modeling.Mine", code that is not known'):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.checkpoints import set_fields, write_file
+from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.gliner_models import MARK, SEPARATOR, Gliner, save_gliner, thresholds_of
 from varlen import Encoder
@@ -31,6 +31,8 @@ FORMS = [
     for multi_label in (True, False)
 ]
 SPANS, WORDS = {"hidden_size": 16}, {"span_mode": "token_level"}
+# an encoder of labels, with which the library does not run the LSTM; scores of this seed are not near 1
+APART = {"labels_kind": "BertModel", "num_rnn_layers": 1, "hidden_size": 16, "seed": 1}
 VARIANTS = {
     "spans": SPANS,
     "no LSTM": {"num_rnn_layers": 0},
@@ -39,7 +41,18 @@ VARIANTS = {
     "label's token": {"embed_ent_token": False},
     "words": WORDS,
     "words, projection": {**WORDS, "hidden_size": 16},
+    "labels apart": APART,
+    "labels apart, no LSTM": {"labels_kind": "BertModel", "num_rnn_layers": 0, "seed": 1},
+    "labels apart, words": {**APART, **WORDS, "seed": 2},
+    "labels apart, two ModernBERT": {
+        "kind": "ModernBertModel",
+        "labels_kind": "ModernBertModel",
+        "subtoken_pooling": "last",
+    },
+    "labels apart, DeBERTa": {"labels_kind": "DebertaV2Model", "hidden_size": 16},
 }
+# in the fast tests
+CORE = ("spans", "words", "labels apart")
 KINDS = ["DebertaV2Model", "ModernBertModel", "BertModel"]
 
 
@@ -57,7 +70,7 @@ def shared_model(tmp_path_factory):
 
 def scores_of(encoder, texts, labels):
     """Return the logits of each text, as the engine answers them."""
-    steps = encoder._service.intake.extraction_steps(texts, labels, truncate=False)
+    steps = encoder._service.intake.word_prompts.steps(texts, labels, truncate=False)
     return encoder._answers(tuple(prompt for step in steps for prompt in step.run()))
 
 
@@ -92,7 +105,7 @@ def check(folder):
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(fields, id=name, marks=[] if name in ("spans", "words") else pytest.mark.full)
+        pytest.param(fields, id=name, marks=[] if name in CORE else pytest.mark.full)
         for name, fields in VARIANTS.items()
     ],
 )
@@ -107,7 +120,7 @@ def test_encoders_of_other_families_match(make, kind, fields):
     check(make(kind=kind, **fields))
 
 
-@pytest.mark.parametrize("fields", [SPANS, WORDS], ids=["spans", "words"])
+@pytest.mark.parametrize("fields", [SPANS, WORDS, APART], ids=["spans", "words", "labels apart"])
 def test_bf16_scores_are_near_fp32(make, fields):
     folder = make(**fields)
     oracle = Gliner(folder)
@@ -119,8 +132,9 @@ def test_bf16_scores_are_near_fp32(make, fields):
     assert torch.cosine_similarity(found[inside], wanted[inside], dim=0) > 0.999
 
 
-def test_texts_with_other_labels_share_a_batch(make):
-    folder = make(**SPANS)
+@pytest.mark.parametrize("fields", [SPANS, APART], ids=["spans", "labels apart"])
+def test_texts_with_other_labels_share_a_batch(make, fields):
+    folder = make(**fields)
     oracle, roundings = Gliner(folder), encoder_roundings(folder / "encoder")
     several = [
         (TEXTS[0], ["x"]),
@@ -130,7 +144,7 @@ def test_texts_with_other_labels_share_a_batch(make):
     ]
     with Encoder.from_pretrained(folder, dtype="fp32", warmup_seconds=0) as encoder:
         intake = encoder._service.intake
-        steps = [intake.extraction_steps([t], ls, truncate=False) for t, ls in several]
+        steps = [intake.word_prompts.steps([t], ls, truncate=False) for t, ls in several]
         rows = encoder._answers(tuple(p for each in steps for step in each for p in step.run()))
     for (text, labels), row in zip(several, rows, strict=True):
         if not text:
@@ -159,7 +173,7 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_last_words(make):
             truncate_prompt_tokens=14,
         )
         assert max(each.end for each in short[0]) < len("w0 w1 w2 w3 w4 w5")
-        with refused_request("labels leave no token for the text"):
+        with refused_request("no token is left for the text; 4 tokens are read"):
             encoder.extract([text], ["cat"], truncate_prompt_tokens=4)
 
 
@@ -196,7 +210,10 @@ def test_too_many_candidates_are_refused(make, monkeypatch):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"labels_encoder": "org/name"}, "labels_encoder"),
+        (
+            {"labels_encoder": "org/name"},
+            'no labels_encoder_config, only the name of a model ("org/name"), whose files `varlen fetch`',
+        ),
         ({"labels_decoder": "org/name"}, "labels_decoder"),
         ({"relations_layer": "dot"}, "relations_layer"),
         ({"post_fusion_schema": "l2l-l2t"}, "post_fusion_schema"),
@@ -225,27 +242,10 @@ def test_other_tasks_and_other_folders_are_refused(shared_model):
     checkpoint = Checkpoint.open(shared_model)
     assert checkpoint.task == "extract"
     assert checkpoint.tasks == ("extract",)
-    with refused('task "embed" is not served with a model of GLiNER; allowed: extract'):
+    with refused('task "embed" is not served with a model of GLiNER or GLiNER2; allowed: extract'):
         checkpoint.check_task("embed")
     with refused('task "extract" needs a model of GLiNER'):
         Checkpoint.open(shared_model / "encoder").check_task("extract")
-
-
-def test_a_model_of_gliner2_is_refused_by_its_name(tmp_path, shared_model):
-    """Its files are those that the library gliner2 writes."""
-    folder = tmp_path / "gliner2"
-    shutil.copytree(shared_model, folder)
-    (folder / "gliner_config.json").unlink()
-    config = {
-        "model_type": "extractor",
-        "model_name": "microsoft/deberta-v3-base",
-        "counting_layer": "count_lstm_v2",
-        "token_pooling": "first",
-        "max_width": 8,
-    }
-    write_file(folder, "config.json", config)
-    with refused('config.json has model_type "extractor", a model of GLiNER2, which is not served'):
-        Checkpoint.open(folder)
 
 
 def test_a_load_on_a_gpu_is_refused_with_the_remedy(shared_model):
@@ -273,3 +273,96 @@ def test_a_word_without_tokens_is_read_at_the_token_before_it(shared_model):
         with refused_request("20 words and 1 labels have 5 tokens; allowed: a token for each"):
             encoder.extract(["\x7f " * 20], ["x"])
     assert {text[each.start : each.end] for each in row} >= {"the", "cat"}
+
+
+class Counted:
+    """Runs a program, and counts sequences."""
+
+    def __init__(self, device):
+        self.program, self.input_names, self.longest_first = (
+            device.program,
+            device.input_names,
+            False,
+        )
+        self.counts, self._device = [], device
+
+    def launch(self, arrays, dims):
+        self.counts.append(dims["sequences"])
+        return self._device.launch(arrays, dims)
+
+    def close(self):
+        self._device.close()
+
+
+def count_labels(encoder):
+    """Count the labels that the encoder of labels reads, batch by batch."""
+    state = encoder._service.model.workers.runners[0].state
+    state._labels.device = device = Counted(state._labels.device)
+    return device.counts, state
+
+
+def test_a_label_is_read_once(make, monkeypatch):
+    folder = make(**APART)
+    with Encoder.from_pretrained(
+        folder, dtype="fp32", warmup_seconds=0, threads=1, max_batch_tokens=32
+    ) as encoder:
+        counts, state = count_labels(encoder)
+        first = encoder.extract(TEXTS, LABELS, threshold=0)
+        assert sum(counts) == len(LABELS)
+        # several batches, by their tokens
+        assert len(counts) > 1
+        again = encoder.extract(TEXTS, LABELS[::-1], threshold=0)
+        assert sum(counts) == len(LABELS)
+        encoder.extract(TEXTS[:1], [*LABELS, "y"])
+        assert sum(counts) == len(LABELS) + 1
+        # what is not kept is read again, and gives the same answers
+        monkeypatch.setattr(state, "_most_kept", 1)
+        assert encoder.extract(TEXTS, LABELS[::-1], threshold=0) == again
+        assert encoder.extract(TEXTS, LABELS, threshold=0) == first
+        assert sum(counts) > len(LABELS) + 1
+        assert len(state._kept) == 1
+
+
+def test_more_labels_than_tokens_run_in_parts(make):
+    folder, texts = make(**APART), ["a", "x", "the"]
+    labels = [f"label {number}" for number in range(150)]
+    roundings = encoder_roundings(folder / "encoder")
+    with Encoder.from_pretrained(folder, dtype="fp32", warmup_seconds=0, threads=1) as encoder:
+        state = encoder._service.model.workers.runners[0].state
+        # the arena of a model of 256 tokens
+        state._largest = {**state._largest, "labels": 256}
+        state.device = device = Counted(state.device)
+        mixed = scores_of(encoder, texts, labels)
+        assert device.counts == [1, 1, 1]
+        for text, row in zip(texts, mixed, strict=True):
+            (alone,) = map(torch.from_numpy, scores_of(encoder, [text], labels))
+            inside = alone > -torch.inf
+            assert_close(torch.from_numpy(row)[inside], alone[inside], roundings=4 * roundings)
+
+
+def test_labels_apart_are_bounded(make):
+    folder = make(**APART, max_len=3000)
+    with Encoder.from_pretrained(folder, dtype="fp32", warmup_seconds=0) as encoder:
+        with refused_request("tokens; allowed: 4096. Send fewer or shorter labels"):
+            encoder.extract(["a"], [f"{'x ' * 200}{number}" for number in range(256)])
+        with refused_request("no token is left for the text; 2 tokens are read"):
+            encoder.extract(["the cat"], ["x"], truncate_prompt_tokens=2)
+        with refused_request("text has 3002 tokens; this model takes at most 2048"):
+            encoder.extract(["a b " * 1500], ["x"])
+
+
+def test_a_bi_encoder_without_the_tokenizer_of_labels_is_refused(tmp_path, make):
+    folder = make(**APART)
+    shutil.rmtree(folder / "labels_tokenizer")
+    with refused("labels_tokenizer has no tokenizer.json"):
+        Checkpoint.open(folder)
+
+
+def test_an_encoder_of_labels_has_the_tensors_of_its_configuration(make):
+    folder = make(**APART)
+    config = Checkpoint.open(folder).extraction.labels.config
+    set_fields(
+        folder, "gliner_config.json", labels_encoder_config={**config, "num_hidden_layers": 9}
+    )
+    with refused('the checkpoint has no tensor "encoder.layer.'):
+        Checkpoint.open(folder).check_task("extract")

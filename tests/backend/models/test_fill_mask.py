@@ -10,13 +10,13 @@ import transformers
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen.models.registry import POST_NORM_FAMILIES
+from varlen.models.bert_relatives import RELATIVES
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request
 
 KINDS = [
-    *(family.class_name for family in POST_NORM_FAMILIES.values()),
+    *(family.class_name for family in RELATIVES.values()),
     *("ModernBert", "Deberta", "DebertaV2"),
 ]
 MASK = 4

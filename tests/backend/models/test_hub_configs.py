@@ -16,18 +16,18 @@ from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import family_of
 from varlen.request.request import RequestOptions
-
-from ..refusals import refused_checkpoint as refused
-from ..requests import prompt_of
-from . import paged, paged_pairs
-from .hub_checkpoints import (
+from varlen_bench.fidelity.hub import (
     VOCABULARY,
     architecture_of,
     read_hub_configs,
     save_hub_checkpoint,
     shrunk,
 )
-from .oracle import decoded, load_oracle, translated
+
+from ..refusals import refused_checkpoint as refused
+from ..requests import prompt_of
+from . import paged, paged_pairs
+from .oracle import class_of, decoded, load_oracle, translated
 
 MODELS_PAGE = Path(__file__).parents[3] / "docs/start/models.md"
 CONFIGS = read_hub_configs()
@@ -57,12 +57,11 @@ WITHOUT_EFFECT = {
 
 def with_fields_without_effect(config):
     """Return a small config.json with more fields, which change no model."""
-    sizes = (config.get(name) for name in ("hidden_size", "d_model", "n_embd", "dim"))
-    return {
-        "embedding_size": next(size for size in sizes if size),
-        **WITHOUT_EFFECT,
-        **config,
-    }
+    names = ("hidden_size", "d_model", "n_embd", "dim")
+    # none where an encoder and a decoder have sizes of their own
+    size = next((config[name] for name in names if config.get(name)), None)
+    own = {} if size is None else {"embedding_size": size}
+    return {**own, **WITHOUT_EFFECT, **config}
 
 
 def first_of_each_model_type():
@@ -115,7 +114,7 @@ def test_fields_without_effect_change_nothing_here_and_in_transformers(
 
 def check_equals_transformers(tmp_path, small_bert, rng, config):
     """Raise AssertionError unless a checkpoint with this config.json is served as transformers runs it."""
-    written = save_hub_checkpoint(tmp_path, config, small_bert / "tokenizer.json")
+    written = save_hub_checkpoint(tmp_path, config, small_bert / "tokenizer.json", class_of)
     # transformers reads the hub's own file, but where only a checkpoint's code could
     read = tmp_path if to_native(config) is config else written
     checkpoint = Checkpoint.open(tmp_path)

@@ -14,6 +14,7 @@ from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint_folder import Checkpoint
 
 from . import stated
+from .oracle import assert_states_equal, logits_of, states_of
 
 # The code of models that normalize queries and keys.
 QK_NORM = "jinaai/jina-bert-v2-qk-post-norm"
@@ -61,35 +62,31 @@ FORMS = {
 LENGTHS = (1, 2, 7, 300, 33, 60, 7)
 
 
+def save_jina_bert(folder, kind="JinaBertModel", **fields):
+    """Save a random checkpoint without a tokenizer and return its statement."""
+    config = {**CONFIG, "architectures": [kind], **fields}
+    settings = transformers.BertConfig(**config)
+    torch.manual_seed(0)
+    model = getattr(stated, kind)(settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            scale = 0.2 if parameter.ndim == 1 else settings.hidden_size**-0.5
+            parameter.copy_(noise * scale + (parameter if parameter.ndim == 1 else 0))
+    model.save_pretrained(folder)
+    write_file(folder, "config.json", config)
+    return model.double()
+
+
 @pytest.fixture
 def saved(tmp_path, small_bert):
     """Return a function that saves a random checkpoint and returns its statement too."""
-
-    def save(kind="JinaBertModel", **fields):
-        config = {**CONFIG, "architectures": [kind], **fields}
-        settings = transformers.BertConfig(**config)
-        torch.manual_seed(0)
-        model = getattr(stated, kind)(settings).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn_like(parameter)
-                scale = 0.2 if parameter.ndim == 1 else settings.hidden_size**-0.5
-                parameter.copy_(noise * scale + (parameter if parameter.ndim == 1 else 0))
-        model.save_pretrained(tmp_path)
-        write_file(tmp_path, "tokenizer.json", (small_bert / "tokenizer.json").read_text())
-        write_file(tmp_path, "config.json", config)
-        return tmp_path, model.double()
-
-    return save
+    write_file(tmp_path, "tokenizer.json", (small_bert / "tokenizer.json").read_text())
+    return lambda *kind, **fields: (tmp_path, save_jina_bert(tmp_path, *kind, **fields))
 
 
 def rows_of(rng, lengths=LENGTHS):
     return [rng.integers(5, 60, length).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def outputs(model, rows):
-    return [model(torch.tensor([row])) for row in rows]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -97,14 +94,7 @@ def test_hidden_states_equal_the_statement_alone_and_mixed(saved, rng, form):
     folder, model = saved(**FORMS[form])
     rows = rows_of(rng)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-        alone = [encoder.hidden([row])[0] for row in rows[2:5]]
-
-    expected = [output.last_hidden_state[0] for output in outputs(model, rows)]
-    roundings = encoder_roundings(folder)
-    assert_rows_close(actual, expected, roundings=roundings)
-    assert_rows_close(alone, expected[2:5], roundings=roundings)
+    assert_states_equal(folder, states_of(model, rows), rows)
 
 
 @pytest.mark.parametrize("code", [CONFIG["_name_or_path"], QK_NORM])
@@ -115,7 +105,7 @@ def test_bf16_keeps_the_direction_of_vectors(saved, rng, code):
     with Encoder.from_pretrained(folder, task="embed", dtype="bf16") as encoder:
         actual = np.stack(encoder.embed(rows, normalize=True))
 
-    means = [output.last_hidden_state[0].mean(dim=0).numpy() for output in outputs(model, rows)]
+    means = [states.mean(dim=0).numpy() for states in states_of(model, rows)]
     expected = np.stack([mean / np.linalg.norm(mean) for mean in means])
     assert (actual * expected).sum(axis=1).min() > 0.999
 
@@ -142,8 +132,8 @@ def test_terms_of_a_masked_language_model_equal_the_statement(saved, rng):
     with Encoder.from_pretrained(folder, task="sparse_embed", dtype="fp32") as encoder:
         (actual,) = encoder.sparse_embed([row])
 
-    (output,) = outputs(model, [row])
-    expected = output.logits[0].relu().log1p().amax(dim=0)
+    (logits,) = logits_of(model, [row])
+    expected = logits.relu().log1p().amax(dim=0)
     dense = np.zeros(len(expected))
     dense[actual.indices] = actual.values
     assert_close(dense, expected, roundings=encoder_roundings(folder))

@@ -9,7 +9,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.backend.refusals import refused_checkpoint as refused
-from tests.checkpoints import WEIGHTS, change_tensors, module, set_fields, write_file
+from tests.checkpoints import (
+    WEIGHTS,
+    change_tensors,
+    module,
+    save_checkpoint,
+    set_fields,
+    write_file,
+)
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint.first_releases import to_native
@@ -68,37 +75,41 @@ def rows_of(rng):
     return [rng.integers(5, 60, length).tolist() for length in (1, 2, 7, 60, 33, 7)]
 
 
+def save_hub_form(folder):
+    """Save a checkpoint in the form of the hub.
+
+    Return transformers' tensors and config.json.
+    """
+    rotary = {"rope_type": "default", "rope_theta": 777.0}
+    save_checkpoint(folder, "JinaEmbeddingsV3Model", rope_parameters=rotary)
+    given = json.loads((folder / "config.json").read_text())
+    sizes = {name: given[name] for name in SIZES}
+    tensors = load_file(folder / WEIGHTS)
+    stored = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            stored[f"roberta.{name}"] = tensor
+            continue
+        stem = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight"
+        rows, columns = tensor.shape
+        count, rank = len(ADAPTERS), CONFIG["lora_rank"]
+        shapes = [(count, rank, columns), (count, rows, rank)]
+        if "embeddings." in name:
+            shapes = [(count, rows, rank), (count, rank, columns)]
+        stored[f"{stem}.original"] = tensor
+        for letter, shape in zip("AB", shapes, strict=True):
+            factor = torch.randn(shape, generator=generator) * 0.3
+            stored[f"{stem}.0.lora_{letter}"] = factor
+    save_file(stored, folder / WEIGHTS)
+    write_file(folder, "config.json", {**CONFIG, **sizes})
+    return tensors, given
+
+
 @pytest.fixture
-def hub_form(make_checkpoint):
-    """Return a function that saves a checkpoint with adapters in the form of the hub."""
-
-    def save():
-        rotary = {"rope_type": "default", "rope_theta": 777.0}
-        folder = make_checkpoint("JinaEmbeddingsV3Model", rope_parameters=rotary)
-        given = json.loads((folder / "config.json").read_text())
-        sizes = {name: given[name] for name in SIZES}
-        tensors = load_file(folder / WEIGHTS)
-        stored = {}
-        generator = torch.Generator().manual_seed(0)
-        for name, tensor in tensors.items():
-            if tensor.ndim == 1:
-                stored[f"roberta.{name}"] = tensor
-                continue
-            stem = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight"
-            rows, columns = tensor.shape
-            count, rank = len(ADAPTERS), CONFIG["lora_rank"]
-            shapes = [(count, rank, columns), (count, rows, rank)]
-            if "embeddings." in name:
-                shapes = [(count, rows, rank), (count, rank, columns)]
-            stored[f"{stem}.original"] = tensor
-            for letter, shape in zip("AB", shapes, strict=True):
-                factor = torch.randn(shape, generator=generator) * 0.3
-                stored[f"{stem}.0.lora_{letter}"] = factor
-        save_file(stored, folder / WEIGHTS)
-        write_file(folder, "config.json", {**CONFIG, **sizes})
-        return folder, tensors, given
-
-    return save
+def hub_form(tmp_path):
+    """Return a function that saves a checkpoint in the form of the hub."""
+    return lambda: (tmp_path / "hub", *save_hub_form(tmp_path / "hub"))
 
 
 def oracle_of(tmp_path, tensors, given, stored, number):
@@ -152,9 +163,10 @@ def test_bf16_keeps_the_direction_of_vectors(hub_form, tmp_path, rng):
     assert (actual * expected).sum(axis=1).min() > 0.999
 
 
-def test_a_reranker_of_the_same_code_has_a_position_table(make_checkpoint, rng):
+def save_reranker(folder):
+    """Save a reranker of the same code, and return transformers' model of it."""
     kind = "XLMRobertaForSequenceClassification"
-    folder = make_checkpoint(kind, num_labels=1)
+    save_checkpoint(folder, kind, num_labels=1)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     given = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / WEIGHTS)
@@ -182,6 +194,12 @@ def test_a_reranker_of_the_same_code_has_a_position_table(make_checkpoint, rng):
     sizes = {name: given[name] for name in SIZES}
     absolute = {"position_embedding_type": "absolute", "layer_norm_eps": given["layer_norm_eps"]}
     write_file(folder, "config.json", {**config, **more, **sizes, **absolute})
+    return model
+
+
+def test_a_reranker_of_the_same_code_has_a_position_table(tmp_path, rng):
+    folder = tmp_path / "reranker"
+    model = save_reranker(folder)
     rows = rows_of(rng)
 
     with Encoder.from_pretrained(folder, task="rerank", dtype="fp32") as encoder:

@@ -123,7 +123,7 @@ def test_an_instruction_that_the_template_does_not_read_is_refused(save):
     folder, _ = save(template=TEMPLATE.split("endfor -%}")[1])
 
     with Encoder.from_pretrained(folder) as encoder:
-        with pytest.raises(RequestError, match="instruction, which the chat template of this"):
+        with pytest.raises(RequestError, match="instruction, which the prompt of this"):
             encoder.classify(PAIRS, instruction="find a river")
 
 
@@ -160,8 +160,8 @@ def test_the_refusal_of_a_checkpoint_without_the_module_names_the_command_that_a
 
     with refused(
         'task "rerank" needs a Qwen3ForSequenceClassification checkpoint; this one is a Qwen3ForCausalLM,'
-        " whose files do not say how it ranks: name the form of its pairs with the setting rerank_form (qwen3, mxbai),"
-        " or take a copy whose modules.json has the module LogitScore, such as sentence-transformers writes with"
+        " whose files do not say how it ranks: name the form of its pairs with the setting rerank_form (qwen3, mxbai,"
+        " bge), or take a copy whose modules.json has the module LogitScore, such as sentence-transformers writes with"
         " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
     ):
         Checkpoint.open(folder).check_task("rerank")

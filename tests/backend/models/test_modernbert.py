@@ -11,6 +11,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.modernbert import ModernBertConfig
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import assert_states_equal, load_oracle, logits_of, states_of
 
 CLASSIFIER = "ModernBertForSequenceClassification"
 
@@ -23,14 +24,13 @@ def test_a_classifier_reads_the_first_token_or_the_mean(
 ):
     fields = {"classifier_pooling": pooling, "classifier_bias": has_bias, "norm_bias": has_bias}
     folder = make_checkpoint(CLASSIFIER, num_labels=3, classifier_activation="relu", **fields)
-    model = getattr(transformers, CLASSIFIER).from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_oracle(folder, CLASSIFIER)
     rows = [rng.integers(5, 40, length).tolist() for length in (1, 17, 60)]
 
     with Encoder.from_pretrained(folder, dtype=dtype) as encoder:
         actual = encoder.classify(rows)
 
-    with torch.inference_mode():
-        expected = [model(torch.tensor([row])).logits[0] for row in rows]
+    expected = logits_of(model, rows)
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16
     roundings = encoder_roundings(folder, precision)
     assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
@@ -46,18 +46,13 @@ def test_fields_of_older_configurations_are_read(make_checkpoint, rng):
         "local_rope_theta": 70.0,
     }
     set_fields(folder, "config.json", **old)
-    model = transformers.ModernBertModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_oracle(folder, "ModernBertModel")
     assert model.config.layer_types == ["full_attention", "sliding_attention"] * 2 + [
         "full_attention"
     ]
     rows = [rng.integers(5, 40, length).tolist() for length in (3, 60)]
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    with torch.inference_mode():
-        expected = [model(torch.tensor([row])).last_hidden_state[0] for row in rows]
-    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+    assert_states_equal(folder, states_of(model, rows), rows)
 
 
 def test_a_field_that_is_absent_has_the_default_of_transformers():

@@ -15,15 +15,16 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tests.checkpoints import WEIGHTS, change_tensors, module, set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
+from varlen.models.bert_relatives import RELATIVES
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import FAMILIES, POST_NORM_FAMILIES
+from varlen.models.registry import FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "the cat"]
 KINDS = [
-    *(family.class_name for family in POST_NORM_FAMILIES.values()),
+    *(family.class_name for family in RELATIVES.values()),
     *("ModernBert", "Deberta", "DebertaV2"),
 ]
 # The head with its biases, with another width than the encoder's, and with a table of its own.
@@ -95,7 +96,7 @@ def test_every_family_gives_the_weights_of_transformers(make_checkpoint, rng, na
 def test_every_family_with_masked_language_models_has_the_task():
     served = {name for name, family in FAMILIES.items() if family.masked_lm is not None}
 
-    assert served >= {*POST_NORM_FAMILIES, "modernbert"}
+    assert served >= {*RELATIVES, "modernbert"}
     assert all("sparse_embed" in FAMILIES[name].tasks for name in served)
 
 

@@ -30,6 +30,7 @@ from varlen.request.request import (
     Masks,
     Payload,
     Prompt,
+    Spans,
     Unpooled,
 )
 
@@ -62,6 +63,9 @@ class ThreadLink:
         value = self._decided[-1]
         self._barrier.wait(60)
         return value
+
+    def fault_of_ranks(self, fault):
+        return fault
 
     @contextmanager
     def running(self, work):
@@ -130,6 +134,7 @@ def test_stages_of_an_encoder_give_what_one_process_gives(make_checkpoint, rng, 
         ("BertForSequenceClassification", "classify", Payload()),
         ("BertModel", "hidden", Payload()),
         ("BertModel", "embed", Unpooled(count=1)),
+        ("BertModel", "embed", Spans(np.array([0, 2, 1, 4], np.int32))),
     ],
 )
 def test_stages_serve_every_task_of_an_encoder(make_checkpoint, rng, kind, task, payload):

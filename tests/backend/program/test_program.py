@@ -110,7 +110,7 @@ def test_usages_have_the_bytes_of_what_ops_write(runner):
 def test_a_batch_brings_only_what_the_task_reads(runner):
     names = ["token_ids", "position_ids", "type_ids", "cu_seqlens"]
 
-    more = {"embed": ["normalize"], "fill_mask": ["mask_rows"]}
+    more = {"embed": ["cu_pooled", "normalize", "pooled_rows"], "fill_mask": ["mask_rows"]}
     expected = [*names, *more.get(runner.info.task, [])]
     assert [value.name for value in runner.program.inputs] == expected
 

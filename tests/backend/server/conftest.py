@@ -34,6 +34,8 @@ def server_model(pb_utils, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("varlen.server.entry")
     monkeypatch.setattr(sys.modules["varlen.server.process"], "_WATCHDOG", "exit 0")
+    # it visits all that this process has imported: a second
+    monkeypatch.setattr(module, "freeze_objects", lambda: None)
     restricted = sys.modules[pb_utils.__name__]
     entry = module.TritonPythonModel
     for name in ("execute", "auto_complete_config"):

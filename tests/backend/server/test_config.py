@@ -348,7 +348,7 @@ REFUSED = {
         [
             'input "TEXT" is not a tensor of the task embed',
             'output "EMBEDDING" is not a tensor of the task embed',
-            'unknown parameter "max_length". unknown parameter "model_name". Allowed: task, device',
+            'unknown parameter "max_length". unknown parameter "model_name". Allowed: task, outputs, device',
         ],
     ),
     "types and shapes of an ONNX model": (

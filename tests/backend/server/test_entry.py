@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import re
+import signal
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -20,7 +22,8 @@ from tests.backend.requests import text
 from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
-from varlen.errors import DeadlineError, ModelFaultError
+from varlen.errors import DeadlineError, EngineError, ModelFaultError
+from varlen.processes import freeze_objects
 from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.request import DEFAULT_OPTIONS
 from varlen.server import shared_memory
@@ -31,7 +34,8 @@ FAKES = Path(__file__).parents[1] / "fakes"
 SECONDS = 20.0
 
 
-def test_a_loaded_model_is_left_out_of_garbage_collections(load):
+def test_a_loaded_model_is_left_out_of_garbage_collections(load, server_model, monkeypatch):
+    monkeypatch.setattr(server_model, "freeze_objects", freeze_objects)
     gc.unfreeze()
 
     load()
@@ -663,6 +667,29 @@ def test_after_a_hang_of_the_gpu_during_a_load_the_process_ends_too(
     assert ended
 
 
+def test_a_load_has_a_watchdog_from_its_beginning_until_it_fails(
+    load, server_model, pb_utils, monkeypatch
+):
+    watchdogs, ended = [], []
+    start = server_model.start_watchdog
+
+    def fail(*args, **options):
+        ended.append(watchdogs[0].poll())
+        raise EngineError("no checkpoint can be read")
+
+    monkeypatch.setattr(sys.modules["varlen.server.process"], "_WATCHDOG", "exec sleep 300")
+    monkeypatch.setattr(
+        server_model, "start_watchdog", lambda n: watchdogs.append(start(n)) or watchdogs[0]
+    )
+    monkeypatch.setattr(server_model, "read_model", fail)
+
+    with pytest.raises(pb_utils.TritonModelException, match="no checkpoint can be read"):
+        load()
+
+    assert ended == [None]
+    assert watchdogs[0].returncode == -signal.SIGKILL
+
+
 def test_finalize_answers_the_queue_and_ends_every_thread(load, ask, our_threads):
     model = load(max_batch_tokens="64")
     first = ask(text=text("a"))
@@ -838,6 +865,20 @@ def test_an_unexpected_load_error_goes_to_the_log_alone(
         with pytest.raises(pb_utils.TritonModelException, match=message):
             call()
         assert any(str(small_bert) in line and "Traceback" in line for line in errors(pb_utils))
+
+
+def test_a_load_without_its_watchdog_fails_without_a_path(
+    load, server_model, pb_utils, monkeypatch
+):
+    def fail(name):
+        raise FileNotFoundError(2, "No such file or directory", "/bin/sh")
+
+    monkeypatch.setattr(server_model, "start_watchdog", fail)
+
+    with pytest.raises(pb_utils.TritonModelException) as caught:
+        load()
+
+    assert str(caught.value) == "the model could not be loaded; the server's log says why"
 
 
 def test_no_frame_of_a_load_error_names_a_path(load, server_model, pb_utils, tmp_path):

@@ -7,7 +7,7 @@ from tests.backend.requests import prompt_of
 from varlen.errors import QueueFullError, RequestCancelled, RequestError
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.request.request import Request
-from varlen.service.grammar_requests import submit_with_grammar
+from varlen.service.generation import submit_with_grammar
 from varlen.telemetry.metrics import Stats
 
 

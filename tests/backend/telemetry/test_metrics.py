@@ -8,7 +8,7 @@ from tests.backend.fakes.triton_python_backend_utils import Metric
 from tests.metric_names import LABELS, SERIES
 from tests.threads import run_in_threads
 from varlen.telemetry import metrics
-from varlen.telemetry.metrics import Drained, Exporter, Stats
+from varlen.telemetry.metrics import METRICS, Drained, Exporter, SnapshotMetric, Stats
 
 INSTANCE = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
@@ -140,6 +140,41 @@ def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     assert server["varlen_plan_cache_hits_total"].value == 12
     assert server["varlen_plan_cache_misses_total"].value == 2
     assert server["varlen_plan_seconds_total"].value == 0.5
+
+
+def test_each_adapter_of_the_model_has_series_and_only_changes_are_exported(stats, monkeypatch):
+    monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
+    made, calls = [], []
+
+    class Series:
+        def __init__(self, *key):
+            self.key = key
+            made.append(key)
+
+        def increment(self, value):
+            calls.append((*self.key, value))
+
+        set = observe = increment
+
+    def make_series(metric, labels):
+        return Series(metric.value, labels.get("adapter"))
+
+    snapshot = {(SnapshotMetric.ADAPTER_BYTES, "a"): 8.0, (SnapshotMetric.ADAPTER_LOADS, "b"): 2.0}
+    exporter = Exporter(stats, snapshot.copy, make_series, INSTANCE, ["a", "b"])
+    stats.count_adapter("b")
+    exporter.flush()
+    exporter.flush()
+    exporter.close()
+
+    names = {name for name, adapter in made if adapter}
+    assert names == {metric.value for metric in METRICS if metric.label == "adapter"}
+    assert len(names) == 4
+    assert {(name, adapter) for name in names for adapter in "ab"} <= {*made}
+    assert calls == [
+        ("varlen_adapter_requests_total", "b", 1),
+        ("varlen_adapter_loads_total", "b", 2.0),
+        ("varlen_adapter_resident_bytes", "a", 8.0),
+    ]
 
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):

@@ -56,7 +56,7 @@ def test_an_answer_has_the_spans_of_the_encoder(encoder):
 def test_a_probe_needs_no_labels(encoder):
     _, form, _ = read(encoder, probe=True)
 
-    assert form.spans.labels == ("a",)
+    assert form.found.form.labels == ("a",)
 
 
 @pytest.mark.parametrize(

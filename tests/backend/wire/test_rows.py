@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from tests.backend.fakes.input_limits import input_limits
 from tests.backend.refusals import refused_request as refused
 from tests.backend.requests import text
+from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.roles import TextRole, TextRoles
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.labels import NO_LABELS, Labels
 from varlen.request.vectors import VectorForm
 from varlen.wire import rows as wire
-from varlen.wire.outputs import AnswerOptions, ModelOutputs
+from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs
 from varlen.wire.specs import input_specs
 
 TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank"]
@@ -61,7 +62,8 @@ def rows_of(request):
 def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
     specs = input_specs(task)
 
-    takes_pairs = task in ("classify", "rerank", "hidden", "token_classify")
+    # the task of late interaction scores pairs
+    takes_pairs = task in ("classify", "rerank", "hidden", "token_classify", "token_embed")
     texts = ["text", "text_pair"] if takes_pairs else ["text"]
     assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
     assert all(spec.optional for spec in specs)
@@ -327,7 +329,7 @@ def test_ignores_each_name_that_frontends_use(intake, name):
 @pytest.mark.parametrize("task", ["embed", "rerank", "fill_mask"])
 @pytest.mark.parametrize("name", ["top_n", "top_p", "top", "n"])
 def test_ignores_a_short_name_that_differs_from_ours_in_a_letter(intake, task, name):
-    read_answer(intake, task, **{name: 1})
+    assert read_answer(intake, task, **{name: 1}) == read_answer(intake, task)
 
 
 def test_refuses_a_near_miss_only_of_a_parameter_that_the_task_has(intake):
@@ -406,3 +408,71 @@ def test_ignores_what_frontends_add(intake):
     }
 
     assert rows_of(read(intake, json.dumps(added), input_ids=ids(IDS))) == IDS
+
+
+def read_long(intake, *, requested=("sentence_embedding",), rows=("the cat a the",), **parameters):
+    """Return the prompts and the answer of a request for spans or windows."""
+    outputs = ModelOutputs("embed", 24, NO_LABELS, normalize=True)
+    draft, answer = wire.read_request(
+        {"text": text(*rows)}, json.dumps(parameters), intake, outputs, requested=requested
+    )
+    return draft.complete(), answer
+
+
+def test_spans_are_json_and_have_a_vector_each(intake):
+    request, answer = read_long(intake, spans="[[0, 3], [4, 9], [0, 13]]", dimensions=8)
+
+    [prompt] = request.prompts
+    assert prompt.spans == [(0, 2), (2, 4), (0, 6)]
+    # vectors are normalized where they are joined
+    assert not request.options.normalize
+    made = ArrayAnswer.to(request, ModelOutputs("embed", 24, NO_LABELS, normalize=True), answer)
+    assert made.num_bytes == 3 * 8 * 4
+    vectors = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
+    found = made.tensors([(0, vectors)])["sentence_embedding"]
+    expected = vectors[:, :8] / np.linalg.norm(vectors[:, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_windows_are_prompts_whose_tokens_are_counted_together(intake):
+    request, answer = read_long(
+        intake, rows=["the cat " * 9, "the"], windows=True, window_overlap=0
+    )
+
+    assert [len(each.token_ids) for each in request.prompts] == [12, 10, 3]
+    assert request.options.normalize
+    made = ArrayAnswer.to(request, ModelOutputs("embed", 24, NO_LABELS, normalize=True), answer)
+    assert made.num_tokens == [22, 3]
+
+
+@pytest.mark.parametrize(
+    "parameters, message",
+    [
+        ({"spans": "[[0, 3]"}, 'spans is "\\[\\[0, 3\\]"; allowed: JSON'),
+        ({"spans": "[]"}, "spans is .*; allowed: a list of 1 to 4096 spans"),
+        ({"spans": "[[0, 3], [2]]"}, r"spans\[1\] is \[2\]; allowed: \[begin, end\] in characters"),
+        ({"spans": "[[0, true]]"}, r"spans\[0\] is \[0, true\]"),
+        ({"spans": "[[3, 0]]"}, r"spans\[0\] is \[3, 0\]"),
+        ({"spans": "[[0, 1e3]]"}, r"spans\[0\] is \[0, 1000.0\]"),
+        ({"spans": str([[0, 1]] * 5000)}, "spans is .*; allowed: a list of 1 to 4096 spans"),
+        ({"spans": "[[0, 3]]", "truncate": True}, "the request has spans and cuts texts"),
+        ({"windows": True, "truncation_side": "left"}, "the request has windows and cuts texts"),
+        ({"windows": "yes"}, 'windows is "yes"; allowed: true, false'),
+        ({"windows": True, "window_overlap": -1}, "window_overlap is -1; allowed"),
+        ({"window_overlap": 2}, "the request has window_overlap without windows"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refuses_wrong_spans_and_windows(intake, parameters, message):
+    with pytest.raises(RequestError, match=message):
+        read_long(intake, **parameters)
+
+
+def test_spans_are_of_one_text_alone(intake):
+    with refused("the request has spans and 2 texts; send one text in a request"):
+        read_long(intake, rows=["the", "cat"], spans="[[0, 3]]")
+    outputs = ModelOutputs("embed", 24, NO_LABELS, normalize=True)
+    with refused("the request has spans and input_ids; these are parts of single texts"):
+        wire.read_request(
+            {"input_ids": ids(IDS)}, '{"spans": "[[0, 3]]"}', intake, outputs, requested=()
+        )

@@ -374,3 +374,18 @@ def test_generation_keeps_its_option_of_special_tokens(small_bert):
     )
 
     assert draft.options.generation.skip_special_tokens is False
+
+
+def test_adapters_are_told_whatever_the_text(small_bert):
+    adapters = {"legal": "", "cut": "a factor is missing"}
+    limits = replace(input_limits(max_text_bytes=400), vocab_size=300)
+    intake = Intake(Tokenizer(small_bert, 12), limits, adapters=adapters.items())
+
+    _, shape, found = of_rows(intake, "a", "b", operation="adapters", tenant="x")
+    _, _, [other] = of_prompt(intake, {"operation": "adapters"}, text_input="a")
+
+    assert shape == (2, 1)
+    assert found == [{"adapters": adapters}] * 2
+    assert other == {"adapters": adapters}
+    with refused("truncate is not for the operation adapters; leave it out"):
+        of_rows(intake, "a", operation="adapters", truncate=True)

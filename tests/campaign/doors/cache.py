@@ -3,7 +3,7 @@
 import os
 
 from tests.processes import NOBODY, as_user
-from varlen_tools.serve.models import Fetching, find_models
+from varlen_tools.serve.models import Fetching, fetch_models, find_models
 
 from ..phase import Campaign
 from ..report import Report
@@ -16,8 +16,8 @@ def unwritable_cache(campaign: Campaign, report: Report) -> None:
         # in a process of its own
         os.environ.pop("XDG_CACHE_HOME", None)
         os.environ["HOME"] = "/nonexistent"
-        checkpoint = str(campaign.checkpoints.minilm.resolve())
-        return find_models([checkpoint], Fetching(None, {}), report=len)
+        checkpoint, fetching = str(campaign.checkpoints.minilm.resolve()), Fetching(None, {})
+        return fetch_models(find_models([checkpoint], fetching, report=len), fetching, report=len)
 
     found = as_user(NOBODY, find)
     is_told = found.startswith("CacheError: /nonexistent/") and "XDG_CACHE_HOME" in found

@@ -150,7 +150,7 @@ def _damage_cache(
         return
     how = damage(draw, draw.choice(files))
     end = loader.load(intact[0], settings)
-    _add(report, name, "load_with_damaged_costs", how, end.must_serve(first.answer))
+    _add(report, name, "load_with_damaged_costs", how, end.must_serve(first))
 
 
 def _damage_served(

@@ -41,10 +41,12 @@ _BF16_COSINE = 0.999
 def kinds() -> Iterator[str]:
     """Yield the classes of transformers whose checkpoints are served as encoders."""
     for family in (*_ENCODERS, *SMALL_DECODERS):
+        # Gemma3Model also reads pictures
+        name = f"{family}Text" if hasattr(transformers, f"{family}TextModel") else family
         for head in _HEADS:
             # GPT-2 classifies padded rows; it is not served so
-            if hasattr(transformers, family + head) and not (family == "GPT2" and head != "Model"):
-                yield family + head
+            if hasattr(transformers, name + head) and not (family == "GPT2" and head != "Model"):
+                yield name + head
     yield from _T5_ENCODERS
 
 

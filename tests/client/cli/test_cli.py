@@ -50,10 +50,25 @@ def test_embed_as_json_prints_every_value(varlen, vectors_of):
     np.testing.assert_array_equal(embeddings, vectors_of(["näïve", "b"]))
 
 
+def test_embed_prints_a_line_for_each_span(varlen, server, write_lines):
+    result = varlen("embed", "one two", "--spans", "[[0, 3], [4, 7]]")
+
+    assert result.exit_code == 0, result.output
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()] == ["one", "two"]
+    wrong = varlen("embed", "one two", "--spans", "[[0, 3]")
+    assert wrong.exit_code == 2
+    assert "write JSON such as [[0, 40], [41, 90]]" in " ".join(wrong.stderr.split())
+    file = write_lines("one\n\ntwo\n")
+    whole = varlen("embed", "--file", file, "--whole-file", "--windows", "--window-overlap", "3")
+    assert whole.exit_code == 0, whole.output
+    assert server.model.requests[-1].texts == ["one\n\ntwo"]
+    assert server.model.requests[-1].parameters == {"windows": True, "window_overlap": 3}
+
+
 @pytest.mark.parametrize("command", ["embed", "similarity"])
 def test_sends_the_options_of_a_request(varlen, server, command):
     options = "--deadline-ms 60000 --priority 4 --truncate --truncation-side left".split()
-    options += ["--truncate-prompt-tokens", "7"]
+    options += ["--truncate-prompt-tokens", "7", "--adapter", "legal"]
     varlen(command, "a", "b", *options)
 
     (received,) = server.model.requests
@@ -63,6 +78,7 @@ def test_sends_the_options_of_a_request(varlen, server, command):
     # the rest of it when the request is sent
     assert 0 < received.parameters["deadline_ms"] <= 60_000
     assert received.parameters["request_priority"] == 4
+    assert received.parameters["adapter"] == "legal"
 
 
 def test_embeds_a_file_in_order(varlen, write_lines, tmp_path, vectors_of):

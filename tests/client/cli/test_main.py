@@ -62,7 +62,7 @@ def test_help_imports_no_command_and_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("module", ["fetch", "clean_shared_memory", "simulate", "simulate.grid"])
+@pytest.mark.parametrize("module", ["fetch", "clean_shared_memory", "profile_costs"])
 def test_the_modules_are_aliases_of_commands(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["", "--help"])
     # runpy warns of a module that is imported already
@@ -81,7 +81,7 @@ def test_the_modules_are_aliases_of_commands(module, monkeypatch, capsys):
         ("embeding", "embed"),
         ("Serve", "serve"),
         ("serve_http", "serve-http"),
-        ("show_plan", "plan"),
+        ("profile_costs", "costs"),
         ("pull", "fetch"),
         ("download", "fetch"),
         ("downlaod", "fetch"),

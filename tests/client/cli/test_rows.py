@@ -136,6 +136,28 @@ def test_documents_of_equal_scores_are_in_the_order_of_their_logits(lines, serve
     assert [line.split()[1:] for line in printed] == [["2", "abc"], ["3", "ab"], ["1", "a"]]
 
 
+def test_a_question_is_asked_of_every_context(lines, server):
+    server.model.task = "question_answer"
+    given = ("--max-answer-len", 5, "--handle-impossible-answer")
+
+    printed = lines("question-answer", "who?", "Zoë", "b", *given)
+    [line] = lines("question-answer", "who?", "Zoë", "--top-k", 3, "--json")
+
+    assert printed == [
+        "Zoë  0-1  0.1250  Z",
+        "Zoë  0-0  0.0000  (no answer)",
+        "b  0-1  0.1250  b",
+        "b  0-0  0.0000  (no answer)",
+    ]
+    first, second = server.model.requests
+    assert first.texts == ["who?", "who?"]
+    assert first.parameters == {"max_answer_len": 5, "handle_impossible_answer": True}
+    assert second.parameters == {"top_k": 3}
+    found = json.loads(line)
+    assert found["text"] == "Zoë"
+    assert found["answers"][0] == {"score": 0.25, "start": 0, "end": 2, "answer": "Zo"}
+
+
 def test_a_small_score_is_not_shown_as_zero(lines, server):
     server.model.task, server.model.scores_of = "rerank", lambda logits: logits * 1e-11
 
@@ -210,6 +232,7 @@ def test_logits_of_tokens_are_written(lines, server, client, tmp_path):
         ("classify", ("token-classify", "a"), "ask it with `varlen classify`, or serve a token"),
         ("token_classify", ("classify", "a"), "fake labels tokens; it has no labels of texts"),
         ("hidden", ("sparse-embed", "a"), "fake gives hidden states; it has no sparse vectors"),
+        ("embed", ("question-answer", "a", "b"), "it has no answers to questions: ask it with"),
         (
             "sparse_embed",
             ("embed", "a"),

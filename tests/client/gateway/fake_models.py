@@ -9,11 +9,13 @@ import numpy as np
 from varlen_client.errors import ServerUnavailable
 from varlen_client.gateway.pooling import Classes
 from varlen_client.generation import GeneratedPart, Generation
-from varlen_client.row_answers import ContextAnswer, LabelScore, Ranking, Span, SparseVector
-from varlen_client.tasks import EMBED, RANK, RERANK
+from varlen_client.tasks.extraction import Span
+from varlen_client.tasks.labels import RANK, RERANK, Ranking
+from varlen_client.tasks.questions import ContextAnswer
+from varlen_client.tasks.vectors import EMBED, SparseVector
+from varlen_client.tasks.zero_shot import Entailment, LabelScore
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
-from varlen_client.zero_shot import Entailment
 
 OUTPUTS = {
     "embedder": {"sentence_embedding": (4,)},
@@ -27,6 +29,12 @@ OUTPUTS = {
     "tokens": {"token_embeddings": (-1, 4)},
     "states": {"last_hidden_state": (-1, 4)},
     "unknown_width": {"last_hidden_state": (-1, -1)},
+    "several": {
+        "sentence_embedding": (4,),
+        "sparse_indices": (-1,),
+        "sparse_values": (-1,),
+        "token_embeddings": (-1, 4),
+    },
 }
 MODELS = tuple(OUTPUTS)
 
@@ -63,6 +71,10 @@ class Calls:
     """Names of the inputs in each model's config."""
     prompt: str = ""
     """Put before each text that is tokenized."""
+    adapters: dict = field(default_factory=dict)
+    """Adapters of each model, with reasons, or the error instead of them; only these models are of varlen."""
+    asked_adapters: list = field(default_factory=list)
+    """Names of the models whose adapters were asked for."""
     running: int = 0
     cancelled: int = 0
     closed: int = 0
@@ -117,6 +129,7 @@ ANSWERS = {
         for question, context in rows
     ],
     "extract": lambda rows: [[Span(0, len(row), row, "person", 0.5)] for row in rows],
+    "extract_schema": lambda rows: [{"entities": {}} for _ in rows],
     "predict": lambda rows: [
         [LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in rows
     ],
@@ -146,7 +159,16 @@ class FakeClient:
         await self._answer(task.method, inputs, options)
         # a row of rerank is a pair, whose query is the same in each
         texts = [row[1] for row in inputs] if task in (RERANK, RANK) else inputs
-        answer = ANSWERS[task.method](inputs)
+        rows = inputs
+        if options.get("spans"):
+            rows = [inputs[0][begin:end] for begin, end in options["spans"]]
+        if task.method == "outputs":
+            answers = {name: ANSWERS[name](rows) for name in options["tasks"]}
+            answer = [
+                dict(zip(answers, row, strict=True)) for row in zip(*answers.values(), strict=True)
+            ]
+        else:
+            answer = ANSWERS[task.method](rows)
         if task is RANK:
             answer = Ranking(self.calls.scores_of(answer), np.argsort(-answer, kind="stable"))
         if task is EMBED:
@@ -174,14 +196,23 @@ class FakeClient:
             max_tokens=99,
         )
 
-    async def model_info(self):
+    async def model_info(self, *, timeout=None):
         return ModelInfo(
             self.name,
             8,
             OUTPUTS.get(self.name, OUTPUTS["embedder"]),
             self.calls.settings,
             inputs=self.calls.inputs,
+            backend="varlen" if self.name in self.calls.adapters else "",
         )
+
+    async def adapters(self, *, timeout):
+        assert timeout
+        self.calls.asked_adapters.append(self.name)
+        found = self.calls.adapters[self.name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def model_infos(self, names):
         self.calls.asked_infos.append(list(names))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from . import fake_models
-from .fake_models import vector_of
+from .fake_models import tokens_of, vector_of
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,13 @@ def test_a_wrong_body_is_refused_by_name(refusal, calls, body, param, message):
     assert calls.received == []
 
 
-def test_nulls_and_the_user_change_nothing(post):
-    post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")
+def test_nulls_and_the_user_change_nothing(post, calls):
+    asked = {"model": "embedder", "input": "a"}
+    plain = post("/v1/embeddings", **asked)
+
+    assert post("/v1/embeddings", **asked, dimensions=None, user="someone") == plain
+    first, second = calls.received
+    assert first == second
 
 
 def test_sparse_vectors_are_lists_of_terms(post, calls):
@@ -248,3 +253,102 @@ def test_texts_are_cut_by_default_where_the_original_cuts_them(post, calls, path
     post(path, model="embedder", input="a", **fields)
 
     assert ("truncate" in calls.received[0][3]) is is_cut
+
+
+TASKS = {
+    "return_dense": "embed",
+    "return_sparse": "sparse_embed",
+    "return_colbert_vecs": "token_embed",
+}
+FIELDS = dict(zip(TASKS.values(), ("embedding", "sparse_embedding", "colbert_vecs"), strict=True))
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"return_sparse": True},
+        {"return_colbert_vecs": True},
+        {"return_sparse": True, "return_colbert_vecs": True},
+        {"return_dense": False, "return_sparse": True},
+        {"return_dense": False, "return_sparse": True, "return_colbert_vecs": True},
+    ],
+    ids=str,
+)
+def test_one_call_has_the_outputs_that_it_asks_for(post, calls, flags, encoding):
+    texts = ["ab", "c"]
+
+    answer = post("/v1/embeddings", model="several", input=texts, encoding_format=encoding, **flags)
+
+    wanted = {"return_dense": True} | flags
+    tasks = [task for name, task in TASKS.items() if wanted.get(name)]
+    assert calls.received == [("several", "outputs", texts, {"tasks": tasks})]
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    for index, (text, row) in enumerate(zip(texts, answer["data"], strict=True)):
+        assert (row.pop("index"), row.pop("object")) == (index, "embedding")
+        assert list(row) == [FIELDS[task] for task in tasks]
+        expected = {"embedding": vector_of(text), "colbert_vecs": tokens_of(text)}
+        for name, array in expected.items():
+            if name in row and encoding == "base64":
+                raw = np.frombuffer(base64.b64decode(row[name]), "<f4")
+                np.testing.assert_array_equal(raw.reshape(array.shape), array)
+            elif name in row:
+                np.testing.assert_array_equal(np.float32(row[name]), array)
+        if "sparse_embedding" in row:
+            size = len(text)
+            assert row["sparse_embedding"] == {"indices": [9 + size, 4 + size], "values": [2.5, 1]}
+
+
+def test_refuses_a_request_without_an_output(refusal):
+    status, error = refusal("/v1/embeddings", model="several", input="a", return_dense=False)
+
+    assert status == 400
+    assert "set one of return_dense, return_sparse, return_colbert_vecs" in error["message"]
+
+
+def test_late_chunks_are_parts_of_one_document(post, calls):
+    """Jina's API joins its inputs by a space, and answers with a vector for each."""
+    chunks = ["Berlin is large.", "It is green", "é"]
+
+    answer = post("/v1/embeddings", model="embedder", input=chunks, late_chunking=True)
+
+    vectors = np.float32([each["embedding"] for each in answer["data"]])
+    np.testing.assert_array_equal(vectors, np.stack([vector_of(each) for each in chunks]))
+    assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+    document = " ".join(chunks)
+    assert calls.received[-1] == (
+        "embedder",
+        "embed",
+        [document],
+        {"spans": [(0, 16), (17, 28), (29, 30)], "windows": True},
+    )
+    assert answer["usage"]["prompt_tokens"] == len(document)
+    # it cuts nothing
+    options = {"truncate": True, "dimensions": 2, "late_chunking": True}
+    assert len(post("/v1/embeddings", model="embedder", input="a", **options)["data"]) == 1
+    assert calls.received[-1][3] == {"spans": [(0, 1)], "windows": True, "dimensions": 2}
+
+
+def test_windows_are_the_servers_work_and_cut_nothing_by_default(post, calls, send, make_app):
+    app = make_app(auto_truncate=True)
+    body = {"model": "embedder", "input": ["a"], "windows": True, "window_overlap": 4}
+    for path in ("/v1/embeddings", "/infinity/embeddings"):
+        assert send("POST", path, body, app=app).status_code == 200
+        assert calls.received[-1][3] == {"windows": True, "window_overlap": 4}
+    post("/v1/embeddings", **body, truncate=True)
+    assert calls.received[-1][3] == {"windows": True, "window_overlap": 4, "truncate": True}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"input": ["a", " "]}, "input[1] is blank, and so has no vector; leave it out"),
+        ({"input": [[1, 2]]}, "input has token ids, and late_chunking needs texts; send texts"),
+        ({"input": ["a"], "return_sparse": True}, "late_chunking has only dense vectors"),
+    ],
+)
+def test_late_chunks_without_a_vector_are_named(refusal, given, message):
+    status, error = refusal("/v1/embeddings", model="embedder", late_chunking=True, **given)
+
+    assert status == 400
+    assert message in error["message"]

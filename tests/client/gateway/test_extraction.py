@@ -3,7 +3,7 @@
 import pytest
 
 from varlen_client.gateway.extraction import tagged
-from varlen_client.row_answers import Span
+from varlen_client.tasks.extraction import Span
 
 BODY = {"model": "embedder", "text": "Ada", "labels": ["person"]}
 
@@ -28,7 +28,20 @@ def test_spans_have_the_names_of_nemo_guardrails(post, calls):
     assert options["flat_ner"] is False
 
 
-@pytest.mark.parametrize("wrong", [{"labels": []}, {"labels": None}, {"threshold": 2}])
+def test_a_schema_is_sent_and_its_answer_is_the_result(post, calls):
+    body = {"model": "embedder", "text": "Ada", "schema": {"entities": ["person"]}}
+
+    assert post("/v1/extract", **body) == {"result": {"entities": {}}}
+
+    [(_, method, _, options)] = calls.received
+    assert method == "extract_schema"
+    assert options["schema"] == body["schema"]
+    assert "flat_ner" not in options
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"labels": []}, {"labels": None}, {"threshold": 2}, {"schema": {"entities": ["a"]}}]
+)
 def test_a_wrong_body_is_refused(send, wrong):
     assert send("POST", "/v1/extract", {**BODY, **wrong}).status_code in (400, 422)
 

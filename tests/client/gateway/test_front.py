@@ -127,6 +127,7 @@ def test_a_task_that_no_config_has_is_that_of_the_outputs(send):
         "tokens": "token_embed",
         "states": "hidden",
         "unknown_width": "hidden",
+        "several": "embed",
     }
     assert (found["ranker"]["labels"], found["classifier"]["labels"]) == (1, 3)
     assert found["unknown_width"]["dimensions"] is None
@@ -320,4 +321,6 @@ def test_the_page_has_a_form_for_the_tasks_that_have_a_route():
 def test_the_reference_has_the_docstrings_of_fields(send):
     forms = send("GET", "/openapi.json").json()["components"]["schemas"]
 
-    assert forms["ChatBody"]["properties"]["model"]["description"].startswith("The server's name")
+    assert forms["ChatBody"]["properties"]["model"]["description"].startswith(
+        "The model, or `MODEL:ADAPTER`"
+    )

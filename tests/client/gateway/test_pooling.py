@@ -58,6 +58,7 @@ def test_classify_takes_token_ids(post, calls):
     [
         ("embedder", "embed", "embed", [vector_of(text) for text in TEXTS]),
         ("tokens", "token_embed", "token_embed", [tokens_of(text) for text in TEXTS]),
+        ("several", "embed", "embed", [vector_of(text) for text in TEXTS]),
         ("states", "token_embed", "hidden", [tokens_of(text) for text in TEXTS]),
         ("tagger", "token_classify", "token_classify", [tokens_of(text) for text in TEXTS]),
         ("classifier", "classify", "classify", [np.float32([score_of(t), -9]) for t in TEXTS]),
@@ -83,6 +84,12 @@ def test_pooling_returns_what_the_model_gives(
     assert calls.received[-1][1] == method
 
 
+def test_the_task_chooses_one_of_several_outputs(post):
+    answer = post("/pooling", model="several", input="ab", task="token_embed")
+
+    np.testing.assert_array_equal(np.float32(answer["data"][0]["data"]), tokens_of("ab"))
+
+
 @pytest.mark.parametrize(
     "model, fields, options",
     [
@@ -105,6 +112,7 @@ def test_pooling_passes_options_on(post, calls, model, fields, options):
     "model, fields, message",
     [
         ("embedder", {"task": "classify"}, "'embedder' has the task embed: leave task out"),
+        ("several", {"task": "classify"}, "the tasks embed, token_embed: send one of them"),
         ("embedder", {"task": "plugin"}, "task is 'plugin': Input should be"),
         ("sparse", {}, "'sparse' has indices, values"),
         ("writer", {}, "pooling needs one of sentence_embedding, token_embeddings"),

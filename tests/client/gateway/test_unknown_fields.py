@@ -207,6 +207,7 @@ ROUTES = {
     "TOKENIZATION": "/tokenize",
     "TEXTS": "/predict",
     "EMBEDDINGS": "/v1/embeddings",
+    "PROMPTS": "/embed_sparse",
     "COHERE": "/v1/embed",
     "RANKS": "/v1/rerank",
     # nested: tests/client/gateway/test_fields.py

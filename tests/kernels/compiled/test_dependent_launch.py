@@ -27,6 +27,7 @@ OPS = [
     "first_tokens",
     "follow_beams",
     "layer_norm",
+    "linear_groups",
     "norm_heads",
     "paged_tiles",
     "pool",
@@ -34,6 +35,7 @@ OPS = [
     "residual_rms_norm",
     "rms_norm",
     "rotary",
+    "sample_tokens",
 ]
 # An access to global memory, or the end of a program, in PTX and in machine code.
 ACCESS = re.compile(r"\b(?:ld|st|cp\.async)\S*\.global|\bret;")

@@ -6,8 +6,7 @@ import torch
 from varlen_bench.dry_run import dry_run
 from varlen_bench.inspect_kernels import ARCHES
 from varlen_bench.machine_code import read_machine_code
-from varlen_kernels.triton.layer_norm import add_layer_norm, residual_layer_norm
-from varlen_kernels.triton.rms_norm import residual_rms_norm
+from varlen_kernels.triton.norms import add_layer_norm, residual_layer_norm, residual_rms_norm
 
 
 @pytest.mark.parametrize("arch", ARCHES)

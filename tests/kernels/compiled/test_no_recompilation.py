@@ -10,8 +10,9 @@ from varlen_bench.dry_run import dry_run
 from varlen_bench.ops.call import kernels
 from varlen_bench.ops.table import TABLE, op_call
 
-# Longest sequence of a batch. Attention needs more, because its launch depends on the mean length.
-LONGEST = {op: 300 if op in {"attention_tiles", "attention_varlen"} else 64 for op in TABLE}
+# Longest sequence of a batch. Some need more, because their launch depends on the mean length, or the rows of a group.
+_OF_LAUNCHES = {"attention_tiles", "attention_varlen", "linear_groups"}
+LONGEST = {op: 300 if op in _OF_LAUNCHES else 64 for op in TABLE}
 
 
 def warm_up_lengths(longest: int) -> Iterator[list[int]]:

@@ -50,7 +50,7 @@ if sys.argv[2] == "hang":
     import signal
 
     # for some minutes
-    with runner.state.device._graphs.stream():
+    with runner.state.device.graphs.stream():
         torch.cuda._sleep(1 << 40)
     print(failure(), failure())
     signal.alarm(5)

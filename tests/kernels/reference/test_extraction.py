@@ -88,3 +88,77 @@ def test_word_scores_match_float64():
         for j in range(of_labels.start, of_labels.stop)
     ]
     assert_close(found, torch.stack(expected), roundings=18)
+
+
+# labels of each instance, and its number: three things of two labels, classes, two things of one label
+OF_INSTANCES, NUMBERS = [2, 2, 2, 3, 1, 1], [0, 1, 2, -1, 0, 1]
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_gru_states_match_torch_in_float64(has_out):
+    torch.manual_seed(0)
+    exact = nn.GRU(7, 9).double()
+    x, own = torch.randn(4, 7), torch.randn(6, 9)
+    of_input, of_state = (
+        (getattr(exact, f"weight_{kind}_l0"), getattr(exact, f"bias_{kind}_l0"))
+        for kind in ("ih", "hh")
+    )
+    gates = (x.double() @ of_input[0].T + of_input[1]).float().detach()
+    first, classes, last = own[:2], own[2:5], own[5:]
+    labels = torch.cat([first, first, first, classes, last, last])
+    out = torch.full_like(labels, torch.nan) if has_out else None
+
+    found = reference.gru_states(
+        labels,
+        gates,
+        of_state[0].T.float().detach(),
+        of_state[1].float().detach(),
+        bounds(OF_INSTANCES),
+        torch.tensor(NUMBERS, dtype=torch.int32),
+        out=out,
+    )
+
+    def states(begin, count):
+        steps = x[:count].double()[:, None].expand(-1, len(begin), -1)
+        return exact(steps.contiguous(), begin.double()[None])[0].flatten(0, 1).detach()
+
+    expected = torch.cat([states(first, 3), classes.double(), states(last, 2)])
+    assert_close(found, expected, roundings=72)
+    assert out is None or found is out
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_labels_beyond_the_count_are_out_of_reach_and_classes_have_their_scores(has_out):
+    count = sum(OF_INSTANCES)
+    labels, offsets = torch.randn(count, 4), torch.arange(float(count))[:, None]
+    classes = -offsets
+    # two things, then one
+    counts = torch.tensor([[0.0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 0, 0], [0, 3, 1], [0, 3, 1]])
+    out = (torch.full_like(labels, torch.nan), torch.empty_like(offsets)) if has_out else None
+
+    kept, made = reference.count_labels(
+        labels,
+        offsets,
+        classes,
+        counts,
+        bounds(OF_INSTANCES),
+        torch.tensor(NUMBERS, dtype=torch.int32),
+        out=out,
+    )
+
+    inf = torch.inf
+    assert made[:, 0].tolist() == [0, 1, 2, 3, -inf, -inf, -6, -7, -8, 9, -inf]
+    expected = labels.clone()
+    expected[6:9] = 0
+    assert torch.equal(kept, expected)
+
+
+def test_no_instance_has_no_state():
+    empty, none = torch.empty(0, 4), torch.empty(0, dtype=torch.int32)
+    gates, weight, bias = torch.randn(2, 12), torch.randn(4, 12), torch.randn(12)
+
+    assert reference.gru_states(empty, gates, weight, bias, bounds([]), none).shape == (0, 4)
+    ones = empty[:, :1]
+    kept, made = reference.count_labels(empty, ones, ones, torch.empty(0, 3), bounds([]), none)
+    assert kept.shape == (0, 4)
+    assert made.shape == (0, 1)

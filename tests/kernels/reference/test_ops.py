@@ -370,6 +370,7 @@ IN_PLACE_CALLS = {
     "residual_rms_norm": {"eps": EPS},
     "rms_norm": {"eps": EPS},
     "rotary": {"num_heads": 2, "num_kv_heads": 1},
+    "round_tanh": {"limit": 127.0},
     "tanh": {},
 }
 
@@ -392,8 +393,9 @@ def in_place_arguments(op, tokens, hidden, dtype):
 
 
 def test_every_in_place_op_is_tested():
-    # an op that also changes caches, see test_append_kv; a sum of ranks, see test_ranks; see test_softmax
-    others = {"append_kv", "all_reduce", "masked_softmax"}
+    # an op that also changes caches, see test_append_kv; a sum of ranks, see test_ranks; see test_softmax; rows with
+    # adapters, see test_adapters
+    others = {"append_kv", "all_reduce", "masked_softmax", "add_adapters"}
     assert set(IN_PLACE_CALLS) == {name for name, op in OPS.items() if op.in_place} - others
 
 

@@ -224,6 +224,20 @@ def test_pool_leaves_out_the_start_of_sequences(mode):
     assert torch.equal(again, actual)
 
 
+@MODES
+def test_pool_gathers_the_rows_of_each_vector(mode):
+    """Rows may be in several vectors, in any order; without rows all are pooled."""
+    x, rows = rand(9, 5) - 3, [4, 5, 6, 2, 0, 1, 2, 5]
+    x[7:] = torch.nan
+    lengths, places = [3, 1, 0, 4], torch.tensor(rows, dtype=torch.int32)
+
+    actual = reference.pool(x, bounds_of(lengths), None, None, places, mode=mode)
+
+    check(actual, pool64(f64(x)[rows], lengths, mode))
+    plain = reference.pool(x, bounds_of([3, 4]), None, None, places[:0], mode=mode)
+    check(plain, pool64(f64(x), [3, 4], mode))
+
+
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_nan_changes_only_its_feature(mode):
     x = rand(4, 3)

@@ -18,6 +18,12 @@ if INTERPRETED:
     np.seterr(all="ignore")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore the same in other threads: numpy has settings for each thread."""
+    if INTERPRETED:
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime")
+
+
 @pytest.fixture
 def device():
     # tests/conftest.py skips these tests where neither is available

@@ -2,11 +2,14 @@
 
 Tensors on "cuda" hold CPU memory, Triton's interpreter runs the kernels, and graphs record and replay. An op on
 tensors of two devices fails, and so does a wait or a copy of pageable memory inside a capture. Work runs at once, so
-missing synchronization is not found.
+missing synchronization is not found. Each process has memory of its own, so one device stands for all that it sees:
+ranks are processes, and their collectives run over gloo. A device that is lost fails every call, as CUDA does after a
+fault.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -17,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
@@ -27,6 +30,8 @@ from varlen_kernels import tuning
 DEVICE = torch.device("cuda", 0)
 MEMORY_BYTES = 1 << 30
 _NAME = "an emulated GPU"
+# What every call says after a fault.
+_LOST = "CUDA error: unspecified launch failure"
 # Ops that wait for the device because the host needs a number of the result.
 _WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
 # Ops that copy indices of the host to the device.
@@ -115,9 +120,11 @@ class FakeCuda:
     Attributes:
         counts: numbers of launches, replays, waits and copies outside of captures, by name.
         nodes: number of launches in each graph.
+        is_lost: whether the device is lost; once is for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_lost: Callable[[], bool] = lambda: False) -> None:
+        self.is_lost = is_lost
         self.counts: Counter[str] = Counter()
         self.nodes: list[int] = []
         self.pinned: dict[int, Tensor] = {}
@@ -131,8 +138,15 @@ class FakeCuda:
         yield found
         found.update(self.counts - before)
 
+    def check(self) -> None:
+        """Raise what CUDA raises once the device is lost."""
+        if self.is_lost():
+            self.is_lost = lambda: True
+            raise torch.AcceleratorError(_LOST)
+
     def run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op, and return tensors on the device that it names."""
+        self.check()
         if op._can_decompose():
             # in inference mode, ops that consist of others arrive whole
             with _Mode(self):
@@ -159,6 +173,8 @@ class FakeCuda:
             return CudaTensor(value, self) if on_device else value
 
         compute = _addmm_activation if name == "_addmm_activation" else op
+        if op.namespace == "c10d":
+            compute = _collective(op)
         # a view of a normal tensor cannot wrap an inference tensor
         with torch.inference_mode(False), torch.no_grad():
             found = compute(*held, **held_kwargs)
@@ -185,6 +201,7 @@ class FakeCuda:
         Raises:
             RuntimeError: a capture is in progress.
         """
+        self.check()
         if self.capturing() is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         self.counts["waits"] += 1
@@ -241,6 +258,8 @@ class _Part:
 
 
 class _Stream(_Part):
+    cuda_stream = 0
+
     def wait_stream(self, other: _Stream) -> None:
         pass
 
@@ -278,15 +297,16 @@ class _Graph(_Part):
 
     def replay(self) -> None:
         assert self.gpu.capturing() is None
+        self.gpu.check()
         self.gpu.counts["replays"] += 1
         with _disable_current_modes():
             for step in self._steps:
                 step()
 
 
-def _install(patch: pytest.MonkeyPatch) -> FakeCuda:
+def _install(patch: pytest.MonkeyPatch, count: int, is_lost: Callable[[], bool]) -> FakeCuda:
     """Return a device that torch and Triton's interpreter use until `patch` is undone."""
-    gpu = FakeCuda()
+    gpu = FakeCuda(is_lost)
     parts = {"Stream": _Stream, "Event": _Event, "CUDAGraph": _Graph}
     made = {name: type(name, (part,), {"gpu": gpu}) for name, part in parts.items()}
     default = made["Stream"]()
@@ -302,7 +322,8 @@ def _install(patch: pytest.MonkeyPatch) -> FakeCuda:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: count,
+        "set_device": lambda _: None,
         "current_device": lambda: 0,
         "get_device_name": lambda _=None: _NAME,
         "get_device_capability": lambda _=None: (9, 0),
@@ -310,6 +331,7 @@ def _install(patch: pytest.MonkeyPatch) -> FakeCuda:
         "mem_get_info": lambda _=None: (MEMORY_BYTES, MEMORY_BYTES),
         "graph_pool_handle": lambda: (0, 1),
         "current_stream": lambda _=None: default,
+        "is_current_stream_capturing": lambda: gpu.capturing() is not None,
         "stream": lambda _: nullcontext(),
         "synchronize": lambda _=None: gpu.wait("torch.cuda.synchronize"),
         "empty_cache": lambda: None,
@@ -317,16 +339,24 @@ def _install(patch: pytest.MonkeyPatch) -> FakeCuda:
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
     patch.setattr(torch, "tensor", _tensor_on(torch.tensor))
+    patch.setattr(distributed, "init_process_group", _over_gloo(distributed.init_process_group))
     patch.setattr(GridExecutor, "__call__", _interpreted_on(gpu, GridExecutor.__call__))
     patch.setattr(threading.Thread, "run", _run_in_mode(gpu, threading.Thread.run))
     return gpu
 
 
 @contextmanager
-def emulated_gpu() -> Iterator[FakeCuda]:
-    """Yield a device that this thread, and the threads that start meanwhile, use as "cuda"."""
+def emulated_gpu(
+    count: int = 1, *, is_lost: Callable[[], bool] = lambda: False
+) -> Iterator[FakeCuda]:
+    """Yield a device that this thread, and the threads that start meanwhile, use as "cuda".
+
+    Args:
+        count: number of GPUs that torch sees; they share memory.
+        is_lost: whether they are lost.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        gpu = _install(patch)
+        gpu = _install(patch, count, is_lost)
         # its launches are chosen for another GPU
         tuning.clear()
         with _Mode(gpu):
@@ -356,6 +386,30 @@ def _tensor_on(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return tensor
 
 
+def _over_gloo(connect: Callable[..., None]) -> Callable[..., None]:
+    """Return `init_process_group`, whose groups of GPUs exchange memory of the host."""
+
+    def init_process_group(backend: str, *, device_id: object, **options: Any) -> None:
+        assert backend == "nccl"
+        assert _is_cuda(device_id)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        connect("gloo", **options)
+
+    return init_process_group
+
+
+def _collective(op: Any) -> Callable[..., Any]:
+    """Return an op of torch.distributed that has ended when it returns, as on a stream."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = op(*args, **kwargs)
+        (*_, work) = result if isinstance(result, tuple) else (result,)
+        work.wait()
+        return result
+
+    return run
+
+
 def _interpreted_on(gpu: FakeCuda, call: Callable[..., object]) -> Callable[..., object]:
     """Return the launch of an interpreted kernel, which takes tensors of the device."""
 
@@ -363,6 +417,7 @@ def _interpreted_on(gpu: FakeCuda, call: Callable[..., object]) -> Callable[...,
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and not isinstance(each, CudaTensor):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")  # noqa: TRY004  # Triton's
+        gpu.check()
         held, held_kwargs = tree_map(_held, (args, kwargs))
 
         def again() -> None:

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
 from varlen_kernels import reference
 from varlen_kernels.triton import attention_decode, paged_tiles
@@ -152,6 +153,66 @@ def test_splits_may_be_full_partial_or_empty(splits, context, device, monkeypatc
     monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(splits, 32))
 
     check_against_reference([(1, context)], 16, torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    "heads, key_heads, head_dim", [(3, 1, 80), (20, 1, 16), (2, 2, 256)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_last_program_merges_more_splits_than_it_reads_at_once(
+    heads, key_heads, head_dim, dtype, device, monkeypatch
+):
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(9, 1))
+    settings = {"num_heads": heads, "num_kv_heads": key_heads}
+
+    # nine splits, two, and one, which nothing merges
+    step = [(1, 300), (1, 64), (1, 1)]
+    check_against_reference(step, head_dim, dtype, device, factor=3.0, **settings)
+
+
+def test_counters_of_arrivals_are_0_after_each_launch(device, monkeypatch):
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 1))
+    inputs = paged_inputs([(1, 300), (3, 200), (1, 33)], 16, torch.float32, device)
+    settings = {**HEADS, "scale": 0.25}
+
+    found = [attend(**inputs, **settings) for _ in range(3)]
+
+    (counters,) = attention_decode._arrivals[inputs["qkv"].device, 0]
+    assert not counters.any()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_the_result_does_not_depend_on_the_order_of_programs(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("a GPU has an order of its own")
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 1))
+    inputs = paged_inputs([(1, 300), (1, 70), (1, 20)], 16, torch.float32, device)
+    settings = {**HEADS, "scale": 0.25}
+    expected = attend(**inputs, **settings)
+
+    forward = interpreter_builder.set_grid_idx
+
+    def backward(*place):
+        last = interpreter_builder.grid_dim
+        forward(*(size - 1 - index for size, index in zip(last, place, strict=True)))
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backward)
+
+    assert torch.equal(attend(**inputs, **settings), expected)
+
+
+def test_more_sequences_than_before_have_more_counters(device, monkeypatch):
+    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(2, 1))
+    monkeypatch.setattr(attention_decode, "_FEWEST_ARRIVALS", 1)
+    monkeypatch.setattr(attention_decode, "_arrivals", {})
+
+    for count in (1, 3, 2):
+        check_against_reference([(1, 70)] * count, 16, torch.float32, device)
+
+    (kept,) = attention_decode._arrivals.values()
+    # the first one may be in a graph
+    assert [len(counters) for counters in kept] == [1, 4]
 
 
 @STEPS

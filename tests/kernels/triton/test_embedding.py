@@ -1,89 +1,27 @@
-"""Embeddings and layer norm on a GPU or interpreted, against the reference in fp64."""
+"""Embeddings on a GPU or interpreted: types of ids, positions, and what is refused."""
 
 import pytest
 import torch
 
-from varlen_kernels import reference
 from varlen_kernels.triton import embedding
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.tuning import forced_launch
 
-from .compare import DTYPES, SIZES, assert_close, rand, spread
+from .compare import DTYPES, assert_close, rand, spread
 from .guards import write_guarded
+from .test_row_ops import OPS
+from .test_row_ops import ids_and_tables as inputs
 
 EPS = 1e-5
-
-
-def inputs(tokens, width, dtype, device, id_dtype=torch.int32):
-    """Return ids, tables, weight and bias; the ids include the first and last rows."""
-    rows = (23, 70, 2)
-    tables = [rand(n, width, dtype=dtype, device=device, seed=i) for i, n in enumerate(rows)]
-    ids = []
-    for seed, n in enumerate(rows):
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randint(n, (tokens,), generator=generator)
-        chosen[:1], chosen[1:2] = 0, n - 1
-        ids.append(chosen.to(device, id_dtype))
-    vectors = [rand(width, dtype=dtype, device=device, seed=i) for i in (3, 4)]
-    return [*ids, *tables, *vectors]
-
-
-def reference64(args):
-    ids, floats = args[:3], args[3:]
-    return reference.embed_layer_norm(*ids, *(t.double() for t in floats), eps=EPS)
-
-
-@DTYPES
-@SIZES
-def test_matches_the_reference(tokens, width, dtype, device):
-    args = inputs(tokens, width, dtype, device)
-
-    actual = write_guarded(
-        lambda out: embed_layer_norm(*args, eps=EPS, out=out), (tokens, width), dtype, device
-    )
-
-    assert_close(actual, reference64(args), dtype)
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
 def test_accepts_both_integer_types(id_dtype, device):
     args = inputs(7, 384, torch.float16, device, id_dtype)
 
-    assert_close(embed_layer_norm(*args, eps=EPS), reference64(args), torch.float16)
-
-
-@pytest.mark.parametrize("width", [5, 384])
-def test_accepts_strided_rows(width, device):
-    args = inputs(6, width, torch.float16, device)
-    apart = [*args[:3], *(spread(table, 8 * i) for i, table in enumerate(args[3:6])), *args[6:]]
-
-    actual = write_guarded(
-        lambda out: embed_layer_norm(*apart, eps=EPS, out=out),
-        (6, width),
-        torch.float16,
-        device,
-        gap=16,
+    assert_close(
+        embed_layer_norm(*args, eps=EPS), OPS["embed_layer_norm"].expected(args), torch.float16
     )
-
-    assert_close(actual, reference64(args), torch.float16)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("width", [101, 384])
-def test_every_candidate_launch_matches_the_reference(width, device):
-    args = inputs(9, width, torch.bfloat16, device)
-    expected = reference64(args)
-
-    for launch in embedding.candidate_launches(width, torch.bfloat16):
-        with forced_launch("embed_layer_norm", (width, torch.bfloat16), launch):
-            actual = embed_layer_norm(*args, eps=EPS)
-        assert_close(actual, expected, torch.bfloat16)
-
-
-def test_no_tokens(device):
-    args = inputs(0, 64, torch.float32, device)
-
-    assert embed_layer_norm(*args, eps=EPS).shape == (0, 64)
 
 
 @pytest.mark.parametrize(

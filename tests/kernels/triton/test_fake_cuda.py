@@ -1,7 +1,7 @@
 """Executors on an emulated GPU: right answers, and counts of launches, copies and waits."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
+from varlen.execution.warm_up import check_numbers
 from varlen.execution.workers import steps
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory import arena
@@ -30,7 +31,7 @@ from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen_bench.gpu_report import decoders, encoders, figures
+from varlen_bench.gpu_report import ahead, decoders, encoders, figures
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid
 from varlen_bench.gpu_report.figures import MUST_BE_0
@@ -59,6 +60,27 @@ ENCODER = {
 }
 TRANSLATOR = {"d_model": 16, "d_kv": 16, "d_ff": 16, "num_layers": 1, "num_heads": 1}
 DECODER = {"n_embd": 16, "n_layer": 1, "n_head": 1, "n_inner": 16, "n_positions": 24}
+
+
+# Models that are measured on GPUs: their form with small layers, the field for these, and their number.
+MEASURED: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "gpt2-small": ("GPT2LMHeadModel", DECODER, "n_layer", 12),
+    "llama-1.2b": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "tie_word_embeddings": True,
+        },
+        "num_hidden_layers",
+        16,
+    ),
+}
+# Launches in the graph of a decode step of one sequence in bf16: in each layer, beside them, and in the whole model.
+NODES = {"gpt2-small": (8, 9, 105), "llama-1.2b": (9, 9, 153)}
 
 
 @pytest.fixture
@@ -97,6 +119,27 @@ def test_an_encoder_copies_in_replays_copies_out_and_waits_once(
     runner.close()
 
 
+def test_a_padded_encoder_launches_op_by_op_and_waits_once(gpu: FakeCuda, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save_checkpoint(tmp_path, "BertModel", **ENCODER))
+    settings: Mapping[str, Any] = {"dtype": "fp32", **SIZES}
+    runner = Runner(checkpoint, EngineConfig(device="cuda", execution="padded", **settings))
+    check_numbers(runner)
+    packed = Runner(checkpoint, EngineConfig(device="cpu", **settings))
+
+    for lengths in ([7, 3, 8], [16], [1, 1, 1]):
+        batch, options = random_prompts(lengths, types=2), [RequestOptions()] * len(lengths)
+        with gpu.counted() as counts:
+            found = runner.run(batch, options)
+        assert_rows_close(found, packed.run(batch, options), roundings=encoder_roundings(tmp_path))
+        assert counts["waits"] == 1
+        assert counts["pinned copies to the host"] == 1
+        assert counts["pinned copies to the device"] == len(runner.program.inputs)
+        assert not counts["replays"]
+    assert gpu.nodes == []
+    assert runner.slots == 2
+    runner.close()
+
+
 KINDS = {
     "greedy": GenerationOptions(temperature=0.0),
     "sampled": GenerationOptions(temperature=0.8, top_k=20, top_p=0.9, seed=1),
@@ -118,8 +161,9 @@ DECODE_STEPS = {
         **_STEP,
         **_TOKENS,
         "pinned copies to the device": 2,
-        # one kernel draws the tokens
-        "launches": _BLOCK_LAUNCHES + 1,
+        # one more graph draws the tokens
+        "replays": 2,
+        "launches": _BLOCK_LAUNCHES,
     },
     "beams": {
         **_STEP,
@@ -132,14 +176,14 @@ DECODE_STEPS = {
 }
 
 
-def step_runner(folder: Path, device: str, **settings: bool) -> Runner:
+def step_runner(folder: Path, device: str, **settings: bool | str) -> Runner:
     """Return a decoder that has not warmed up, which takes long in the interpreter."""
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
     bad_words = BadWords(tokenizer, checkpoint.target_vocab_size, ())
     # no request has a grammar
     grammars = cast(Grammars, None)
-    config = EngineConfig(device=device, **STEPS, **settings)
+    config = EngineConfig(device=device, **{**STEPS, **settings})
     limits = edit_limits(checkpoint, config)
     choice = TokenChooser(checkpoint, grammars, bad_words, torch.device(device), limits)
     return Runner(checkpoint, config, choice)
@@ -189,23 +233,39 @@ def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 
 
+@pytest.mark.parametrize("name", MEASURED)
+def test_nodes_of_the_graph_of_a_decode_step(gpu: FakeCuda, tmp_path: Path, name: str) -> None:
+    kind, sizes, field, layers = MEASURED[name]
+    nodes = []
+    for count in (1, 2):
+        folder = save_checkpoint(tmp_path / str(count), kind, **{**sizes, field: count})
+        step_runner(folder, "cuda", dtype="bf16").close()
+        # the smallest graph comes last
+        nodes.append(gpu.nodes[-1])
+
+    first, second = nodes
+    each, beside = second - first, 2 * first - second
+    assert (each, beside, beside + layers * each) == NODES[name]
+
+
 # Two steps after a prompt, each launched before the tokens of the one before it are read.
+_DRAWN_STEP = {**_STEP, "replays": 2}
 AHEAD = {
     "greedy": ({"temperature": 0.0}, {**_STEP}),
-    # and the kernel that draws
-    "sampled": ({"temperature": 0.8, "seed": 1}, {**_STEP, "launches": 1}),
-    # and the one that edits
+    # and the graph that draws
+    "sampled": ({"temperature": 0.8, "seed": 1}, _DRAWN_STEP),
+    # and the kernel that edits
     "penalties": (
         {"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-        {**_STEP, "launches": 2},
+        {**_DRAWN_STEP, "launches": 1},
     ),
     "greedy with penalties": (
         {"temperature": 0.0, "repetition_penalty": 4.0},
-        {**_STEP, "launches": 2},
+        {**_DRAWN_STEP, "launches": 1},
     ),
     "biases": (
         {"temperature": 0.0, "logit_bias": ((7, 90.0), (9, 89.0)), "presence_penalty": 2.0},
-        {**_STEP, "launches": 2},
+        {**_DRAWN_STEP, "launches": 1},
     ),
     # the host chooses the tokens before, so the step only waits in a queue
     "log probabilities": ({"temperature": 0.8, "seed": 1, "logprobs": 1}, {}),
@@ -258,6 +318,9 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
         options = RequestOptions(generation=GenerationOptions(num_beams=2, max_tokens=3))
         (sequence,) = unanswered_sequences(Request((prompt,), options))
         assert isinstance(sequence, GeneratedSequence)
+        if device == "cuda":
+            # decode steps of one, two and three rows and steps of eight tokens, and as many tokens of sources
+            assert runner.graph_use.count == 4 + 1
         first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1))
         beams = first._replace(token_ids=(0, 0), encodes=(), beams=2)
         steps = (
@@ -265,7 +328,19 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
             beams._replace(start=1, block_ids=(0, 1)),
             beams._replace(start=2, block_ids=(0, 0)),
         )
-        *_, last = (runner.run_batch(step_of((chunk,))) for chunk in steps)
+        counts = []
+        for chunk in steps:
+            with gpu.counted() as counted:
+                last = runner.run_batch(step_of((chunk,)))
+            counts.append(counted)
+        if device == "cuda":
+            # the source is copied and encoded by a graph, before the step and its search
+            assert counts[0] == {
+                "pinned copies to the device": 3,
+                "replays": 2,
+                "launches": 3,
+                **_TOKENS,
+            }
         answers.append(chosen(last))
         runner.close()
 
@@ -384,6 +459,11 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_WARM_UPS", 0)
     for module in (decoders, encoders):
         monkeypatch.setattr(module, "_HOST_PASSES", 1)
+    for name in ("_WARM_UPS", "_PASSES", "_STEPS_OF_PASS"):
+        monkeypatch.setattr(ahead, name, 1)
+    monkeypatch.setattr(
+        ahead, "profiled_kernels", lambda replay: replay() or [(0.0, 2.0, "one"), (3.0, 4.0, "two")]
+    )
     monkeypatch.setattr(figures, "_PASSES", 1)
     monkeypatch.setattr(encoders, "_PASSES", 1)
     monkeypatch.setattr(encoders, "_BATCHES", 2)
@@ -428,6 +508,7 @@ def test_stages_of_the_gpu_report_measure_decoders(gpu: FakeCuda, once: None) ->
     found = [
         *decoders.measure_steps("gpt2", grid, 1e9),
         *decoders.measure_requests("gpt2", grid),
+        *ahead.measure_ahead("gpt2", grid, ((2, 4),)),
     ]
 
     assert [row["value"] for row in found if row["unit"] == MUST_BE_0] == [0]
@@ -436,6 +517,10 @@ def test_stages_of_the_gpu_report_measure_decoders(gpu: FakeCuda, once: None) ->
         "whole greedy step",
         "whole sampled step",
         "step with a prompt",
+        "greedy step, ahead",
+        "sampled step, ahead",
+        "penalty step, ahead",
+        "kernels of a replay",
         "greedy",
         "sampled",
         "beams",

@@ -10,6 +10,7 @@ from tests.kernels.sampling import (
     random_rows,
     sorted_probabilities,
 )
+from varlen_kernels.triton import sampling
 from varlen_kernels.triton.sampling import candidate_launches, sample_tokens
 from varlen_kernels.tuning import forced_launch
 
@@ -27,6 +28,27 @@ def test_matches_a_full_sort(vocabulary, block, device):
     rows = [x.to(device) for x in random_rows(4, vocabulary, seed=vocabulary, top_ks=(0, 5, 30))]
 
     assert sample(rows, block).tolist() == expected_tokens(*(x.cpu() for x in rows))
+
+
+def test_tokens_for_which_a_list_has_no_room_are_read_from_the_row(device, monkeypatch):
+    monkeypatch.setattr(sampling, "_LONGEST_LIST", 3)
+    rows = [x.to(device) for x in random_rows(4, 200, seed=5, top_ks=(0, 20, 60))]
+    # many equal logits
+    rows[0] = rows[0].round()
+
+    assert sample(rows, 64).tolist() == expected_tokens(*(x.cpu() for x in rows))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("top_p", [0.02, 0.5, 0.95, 0.999], ids=str)
+@pytest.mark.parametrize("top_k", [0, 7, 250], ids=str)
+def test_flat_and_steep_rows_match_a_full_sort(top_k, top_p, device):
+    logits = random_rows(4, 300, seed=6)[0]
+    logits[:2] = torch.randn(2, 300) * torch.tensor([[0.05], [12.0]])
+    uniform = torch.rand(4, dtype=torch.float64)
+    rows = (logits, *limits(4, top_k=top_k, top_p=top_p), uniform)
+
+    assert sample([x.to(device) for x in rows], 64).tolist() == expected_tokens(*rows)
 
 
 @pytest.mark.parametrize(

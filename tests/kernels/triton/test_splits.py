@@ -18,40 +18,28 @@ PROGRAMS = st.integers(1, 20_000)
 WAVES = st.integers(1, 3_000)
 
 
-def splits_before(programs):
-    """Return the number of splits that gives 1,024 programs, whatever the device."""
-    return min(-(-1024 // programs), MAX_SPLITS)
-
-
 @given(PROGRAMS, WAVES)
 def test_there_is_at_least_one_split_and_never_more_than_the_merge_reads(programs, wave):
     assert 1 <= choose_splits(programs, wave).count <= MAX_SPLITS
 
 
 @given(PROGRAMS, WAVES)
-def test_no_other_number_of_splits_is_predicted_to_be_faster(programs, wave):
-    chosen = predicted_time(programs, wave, choose_splits(programs, wave).count)
+def test_the_fewest_splits_within_6_percent_of_the_least_time_are_chosen(programs, wave):
+    times = [predicted_time(programs, wave, splits) for splits in range(1, MAX_SPLITS + 1)]
+    chosen = choose_splits(programs, wave).count
 
-    assert all(
-        chosen <= predicted_time(programs, wave, splits) for splits in range(1, MAX_SPLITS + 1)
-    )
-
-
-@given(PROGRAMS, WAVES)
-def test_a_wave_with_room_is_filled(programs, wave):
-    count = choose_splits(programs, wave).count
-
-    # one more split each would need another wave, or is more than the merge reads
-    if programs * count <= wave:
-        assert count == MAX_SPLITS or programs * (count + 1) > wave
+    assert times[chosen - 1] <= 1.06 * min(times)
+    assert all(time > 1.06 * min(times) for time in times[: chosen - 1])
 
 
 @given(PROGRAMS, WAVES)
-def test_where_1024_programs_fit_at_once_there_are_as_many_or_more(programs, wave):
-    before = splits_before(programs)
-
-    if programs * before <= wave:
-        assert choose_splits(programs, wave).count >= before
+def test_programs_without_keys_and_the_merge_take_time(programs, wave):
+    assert predicted_time(programs, wave, 1) == pytest.approx(61.875 * -(-programs // wave))
+    for splits in range(2, MAX_SPLITS + 1):
+        waves = -(-programs * splits // wave)
+        reading = 60 * waves * (1 / splits + 1 / 32)
+        spare = predicted_time(programs, wave, splits) - reading - 1.5
+        assert spare == pytest.approx(0.0016 * programs * (splits - 1))
 
 
 @given(PROGRAMS, WAVES)
@@ -61,16 +49,26 @@ def test_short_splits_are_allowed_only_in_one_wave(programs, wave):
     assert splits.min_keys == (64 if programs * splits.count <= wave else 256)
 
 
+# sequences times key heads: GPT-2 small has 12 of 64 features, Llama 8
 @pytest.mark.parametrize(
     "programs, wave, count",
-    [(8, 528, 32), (64, 528, 8), (512, 528, 1), (768, 528, 2), (96, 924, 9), (768, 924, 6)],
+    [
+        (64 * 12, 924, 1),
+        (32 * 12, 924, 2),
+        (8 * 12, 924, 9),
+        (12, 924, 26),
+        (64 * 8, 924, 3),
+        (48 * 8, 924, 2),
+        (32 * 8, 924, 3),
+        (8, 528, 27),
+        (64, 528, 8),
+        (512, 528, 1),
+        (768, 528, 2),
+    ],
     ids=str,
 )
-def test_waves_of_an_h100_are_filled(programs, wave, count):
-    waves = programs * choose_splits(programs, wave).count / wave
-
+def test_splits_of_usual_steps_on_an_h100(programs, wave, count):
     assert choose_splits(programs, wave).count == count
-    assert waves <= 1 or waves % 1 > 0.85
 
 
 def test_a_device_that_is_no_gpu_counts_as_an_h100():

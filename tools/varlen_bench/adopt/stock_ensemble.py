@@ -50,7 +50,6 @@ def write_stock_ensemble(repository: Path, checkpoint: Checkpoint, onnx: Path) -
 
     Args:
         repository: an empty folder, or one that is not there.
-        checkpoint: the checkpoint, for its tokenizer.
         onnx: the encoder: token ids and mask in, `sentence_embedding` out.
     """
     for name, config in (

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import percentile_ms
-from varlen_tools.workloads import next_poisson_times
+from varlen_bench.workloads import next_poisson_times
 
 Ids: TypeAlias = Sequence[int]
 # Gets the number of a prompt, its next tokens, and their moment by time.perf_counter.

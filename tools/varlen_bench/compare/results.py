@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from varlen_bench.compare.systems import System
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import Spread, paired_ratio, rounded
-from varlen_bench.harness.tables import csv_table
 from varlen_tools.tables import Table
 
 

@@ -16,7 +16,7 @@ from varlen_bench.compare.results import AnyResult, Result
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
-from varlen_bench.peers.environments import interpreter
+from varlen_bench.peers.engines import interpreter
 from varlen_tools.messages import first_line
 
 AnySystem = TypeVar("AnySystem")

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from varlen_bench.gpu_report.bounded import Outcome, run_stages
-from varlen_bench.gpu_report.stages import Call, Files, all_stages
+from varlen_bench.gpu_report.served_models import DeviceType
+from varlen_bench.gpu_report.stages import BUNDLE, Call, Files, all_stages
 from varlen_bench.gpu_report.summary import is_wrong, summary
 from varlen_bench.harness.command import Only, Revision, refused, select
 from varlen_bench.kernels.machine import finds_gpu
@@ -24,11 +25,12 @@ app = typer.Typer(add_completion=False)
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write the files of a folder into an archive, which replaces an earlier one."""
+    """Write the files of a folder, without its folders, into an archive that is replaced."""
     partial = archive.with_name(f"{archive.name}.part")
     with tarfile.open(partial, "w:gz") as files:
         for path in sorted(folder.iterdir()):
-            files.add(path, path.name)
+            if path.is_file():
+                files.add(path, path.name)
     partial.replace(archive)
 
 
@@ -57,17 +59,23 @@ def main(
         bool,
         typer.Option("--dry-run", help="Run without a GPU: each stage says that it finds none."),
     ] = False,
+    device: Annotated[
+        DeviceType, typer.Option(help="cpu: rehearse --call server with small shapes.")
+    ] = "cuda",
+    bundle: Annotated[
+        Path, typer.Option(help="The server, if this Python's environment has none.")
+    ] = BUNDLE,
     revision: Revision = "",
 ) -> None:
     """Test, measure and tune on this GPU; fail if a result is wrong."""
     # with --only, stages of all calls; the summary reads earlier files of the report, too
     with TemporaryDirectory(prefix="varlen-report-") as scratch:
-        files = Files(Path(scratch), revision)
+        files = Files(Path(scratch), revision, device, bundle)
         calls = all_stages(files)
         known = {stage.name: stage for stages in calls.values() for stage in stages}
         with refused():
             names = select(only, known) if only else [stage.name for stage in calls[call]]
-        if not finds_gpu("gpu-report") and not dry_run:
+        if device != "cpu" and not finds_gpu("gpu-report") and not dry_run:
             return
         with refused():
             unpack(output / ARCHIVE, files.folder)

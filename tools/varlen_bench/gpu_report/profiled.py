@@ -5,7 +5,7 @@ import torch
 from varlen_bench.kernels.grid import GROUPS, QUICK, Grid
 from varlen_bench.ops.call import kernels
 
-_GROUPS = ("attention", "layernorm", "activation", "packing", "embedding")
+_GROUPS = ("attention", "layernorm", "activation", "pooling", "embedding")
 _CALLS = 3
 
 

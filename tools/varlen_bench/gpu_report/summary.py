@@ -7,7 +7,7 @@ from pathlib import Path
 
 from varlen_bench.gpu_report.bounded import Outcome
 from varlen_bench.gpu_report.figures import MUST_BE_0
-from varlen_bench.gpu_report.measure import FIGURES
+from varlen_bench.gpu_report.measure import FIGURES, SERVED
 from varlen_bench.gpu_report.stages import Files
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP
 from varlen_bench.kernels.measure import OURS, OURS_ON_HOST
@@ -42,7 +42,7 @@ def summary(files: Files, outcomes: Sequence[Outcome]) -> str:
         ("Ops", ours, _OP_COLUMNS),
         *(
             (title, _read(files.rows(name)), _FIGURE_COLUMNS)
-            for name, (title, _) in FIGURES.items()
+            for name, (title, _) in [*FIGURES.items(), *SERVED.items()]
         ),
     ):
         if rows:
@@ -67,7 +67,7 @@ def wrong_rows(files: Files) -> list[str]:
     ours = [row for row in _read(files.rows("kernels")) if row["system"] in {OURS, OURS_ON_HOST}]
     # a call that was skipped is not wrong
     wrong = [row for row in ours if re.search(r"\b(wrong|failed)\b", row["note"])]
-    figures = [row for name in FIGURES for row in _read(files.rows(name))]
+    figures = [row for name in (*FIGURES, *SERVED) for row in _read(files.rows(name))]
     return [
         f"{row['op']} {row['shape']} {row['dtype']}: {row['note']}" for row in smoke + wrong
     ] + [

@@ -138,8 +138,6 @@ class Proxy(ABC):
     """A proxy with its configuration of deploy/, in front of two replicas.
 
     Args:
-        command: program to run.
-        folder: folder for its files.
         behind: replicas in the order of the configuration.
     """
 

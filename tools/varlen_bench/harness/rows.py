@@ -9,12 +9,16 @@ import csv
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from varlen_bench.harness.machine import cpu_count, cpu_name
+
+if TYPE_CHECKING:
+    from varlen_tools.tables import Table
 
 Cell = str | int | float | None
 
@@ -106,3 +110,14 @@ def _git(root: Path, *arguments: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def csv_table(title: str, columns: Iterable[str], rows: Iterable[Mapping[str, Cell]]) -> Table:
+    """Return a table of columns of CSV rows, without the columns that are empty."""
+    # not above: it imports rich, whose memory would count as an engine's in a worker
+    from varlen_tools.tables import Table
+
+    rows = list(rows)
+    filled = [name for name in columns if any(row[name] not in (None, "") for row in rows)]
+    lines = [["" if row[name] is None else cell(row[name]) for name in filled] for row in rows]
+    return Table(title, filled, lines)

@@ -25,7 +25,11 @@ _TOOLS = str(Path(__file__).parents[2])
 
 
 class WorkerError(Exception):
-    """A worker failed or gave no answer in time; the last line of its log."""
+    """A worker failed; the last line of its log."""
+
+
+class LateError(WorkerError):
+    """A worker gave no answer in time and was killed."""
 
 
 class WorkerProcess:
@@ -33,6 +37,7 @@ class WorkerProcess:
 
     Args:
         python: interpreter of another environment, which gets no packages of this one; None: this one.
+        timeout: longest time of one answer, in seconds.
     """
 
     def __init__(
@@ -43,8 +48,9 @@ class WorkerProcess:
         *,
         threads: int,
         python: Path | None = None,
+        timeout: float = _ANSWER_SECONDS,
     ) -> None:
-        self._timeout = _ANSWER_SECONDS
+        self._timeout = timeout
         self._log = log
         self._is_ready = False
         environment = {
@@ -105,7 +111,7 @@ class WorkerProcess:
             answer: Message = json.loads(line)
             return answer
         if expired:
-            raise WorkerError(f"no answer within {self._timeout:g} s")
+            raise LateError(f"no answer within {self._timeout:g} s")
         self._wait()  # its log is complete only then
         raise WorkerError(last_line(self._log.read_text(encoding="utf-8", errors="replace")))
 

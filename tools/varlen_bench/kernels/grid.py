@@ -198,12 +198,11 @@ def _activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     return [*calls[: len(gates)], *gates, *calls[len(gates) :]]
 
 
-def _packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Pool, unpack and pack for a server's batch."""
+def _pooling(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Pool a server's batch."""
     return [
-        op_call(op, dtype, lengths=grid.serving_lengths(), hidden=width)
+        op_call("pool", dtype, lengths=grid.serving_lengths(), hidden=width)
         for width, _ in grid.serving_widths
-        for op in ("pool", "unpack", "pack")
     ]
 
 
@@ -241,7 +240,7 @@ GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {
     # only for a server's batch
     "rmsnorm": lambda grid, dtype: _rows("residual_rms_norm", replace(grid, batches=()), dtype),
     "embedding": lambda grid, dtype: _rows("embed_layer_norm", grid, dtype),
-    "packing": _packing,
+    "pooling": _pooling,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Machine:
     driver: str
     device: torch.device
     timer: Timer
-    kernels: SimpleNamespace
+    kernels: ModuleType
     compile: Compile
     compile_model: Compile
 

@@ -1,7 +1,6 @@
 """The peers of each op: other implementations of the same computation."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
@@ -23,7 +22,6 @@ from varlen_bench.kernels.peers import (
 )
 from varlen_bench.ops.call import Inputs, OpCall, Read, as_tensor
 from varlen_bench.ops.results import first, stacked
-from varlen_bench.padded import reference as padded
 from varlen_kernels import reference
 
 LIGHTSEQ = "lightseq"
@@ -171,9 +169,11 @@ def _attention(call: OpCall) -> Peers:
 
     def prepare(inputs: Inputs) -> Inputs:
         bounds = inputs["cu_seqlens"][: batch + 1]
-        whole = padded.unpack(inputs["qkv"], bounds, max_seqlen=longest)
+        qkv = inputs["qkv"]
+        inside = torch.arange(longest, device=qkv.device) < bounds.diff()[:, None]
+        whole = qkv.new_zeros(batch, longest, qkv.shape[1])
+        whole[inside] = qkv[: sum(call.lengths)]
         q, k, v = whole.view(batch, longest, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
-        inside = torch.arange(longest, device=q.device) < bounds.diff()[:, None]
         return {"q": q, "k": k, "v": v, "inside": inside[:, None, None, :]}
 
     peers = (
@@ -260,30 +260,6 @@ def _pool(call: OpCall) -> Peers:
     return _plain(added, prepare=prepare)
 
 
-def _unpack(call: OpCall) -> Peers:
-    batch, longest = len(call.lengths), call.options["max_seqlen"]
-
-    def copied(x: Tensor, row: Tensor) -> Tensor:
-        out = x.new_zeros(batch * longest, x.shape[1])
-        return out.index_copy_(0, row, x).view(batch, longest, -1)
-
-    return Peers((torch_peer(copied),), partial(_padded_rows, longest))
-
-
-def _pack(call: OpCall) -> Peers:
-    def selected(x: Tensor, row: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, row)
-
-    return Peers((torch_peer(selected),), partial(_padded_rows, max(call.lengths)))
-
-
-def _padded_rows(longest: int, inputs: Inputs) -> Inputs:
-    """Return the padded row of each token, `[tokens]` int64."""
-    lengths = inputs["cu_seqlens"].diff()
-    position = torch.arange(longest, device=lengths.device)
-    return {"row": (position < lengths[:, None]).flatten().nonzero().squeeze(1)}
-
-
 def _beam_step(call: OpCall) -> Peers:
     def plain(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         total = torch.log_softmax(logits.float(), dim=-1) + scores.view(-1, 1)
@@ -326,7 +302,5 @@ _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "append_kv": _append_kv,
     "attention_paged": _attention_paged,
     "pool": _pool,
-    "unpack": _unpack,
-    "pack": _pack,
     "beam_step": _beam_step,
 }

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, csv_table
 from varlen_bench.harness.summary import Spread, ratio, rounded, shown, worst
-from varlen_bench.harness.tables import csv_table
 from varlen_bench.kernels.encoder import ENCODER
 from varlen_bench.kernels.measure import COPY, OURS, Result
 from varlen_bench.kernels.op_peers import LIGHTSEQ

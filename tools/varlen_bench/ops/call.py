@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from itertools import accumulate
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,12 +18,9 @@ Read: TypeAlias = Callable[[Any, Inputs], Tensor]
 THRESHOLDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
-@cache
-def kernels(form: Literal["reference", "fused"]) -> SimpleNamespace:
-    """Return the ops of varlen_kernels and of the padded baseline, in one form."""
-    packages = ("varlen_kernels", "varlen_bench.padded")
-    ops, padded_ops = (vars(import_module(f"{package}.{form}")) for package in packages)
-    return SimpleNamespace(**ops | padded_ops)
+def kernels(form: Literal["reference", "fused"]) -> ModuleType:
+    """Return the ops in one form."""
+    return import_module(f"varlen_kernels.{form}")
 
 
 def as_tensor(result: Any, _: Inputs) -> Tensor:
@@ -83,7 +79,7 @@ class OpCall:
     """An op at one shape and dtype.
 
     Attributes:
-        op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
+        op: name in `varlen_kernels.reference`.
         inputs: recipe for each tensor argument.
         out: makes the result, given the other inputs; None where the op takes none.
         formula: computes the exact result from the inputs; None for the reference, in float64 if it rounds.

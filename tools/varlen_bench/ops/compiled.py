@@ -64,10 +64,15 @@ def _attention(label: str, narrow: int | None = 8, **more: Any) -> CompiledCall:
     return _call("attention_varlen", label, narrow, **more)
 
 
-def _paged(label: str, new: int, narrow: int | None = 30, **more: Any) -> CompiledCall:
+def _paged(label: str, new: int, narrow: int | None = 36, **more: Any) -> CompiledCall:
+    # the merge of splits reads two numbers of each head and split
     count = more.pop("sequences", 4)
     more |= {"lengths": [new + 24] * count, "new": [new] * count}
     return _call("attention_paged", label, narrow, **more)
+
+
+def _groups(label: str, rows: int, **more: Any) -> CompiledCall:
+    return _call("linear_groups", label, None, lengths=[rows] * 8, **more)
 
 
 def _append(label: str, narrow: int | None, optional: str = "", **more: Any) -> CompiledCall:
@@ -118,6 +123,11 @@ COMPILED = [
     # without CUDA, torch's product and the kernel of `activate`
     _call("linear_activate", 3072, 0, dtypes=_ONE),
     _call("activate_gate", 3072, 0),
+    # narrow loads read the bounds of groups; with few rows tensor cores of sm_90 have no wgmma
+    _groups("768", 64, hidden=768, features=3072, dtypes=_ALL, tensor_cores=True),
+    _groups("768_decode", 1, hidden=768, features=3072),
+    _groups("rank_16", 1, hidden=768, features=16),
+    _groups("of_rank_16", 64, hidden=16, features=768, optional="bias"),
     # one load of a length; 10 and 500 keys allow vectors of 2 and 4 elements
     *(
         _call(
@@ -132,6 +142,8 @@ COMPILED = [
             (16_384, 2, _BOTH),
         ]
     ),
+    # its kernel is the masked softmax
+    _call("attention_padded", 64, 1, lengths=[64, 40], dtypes=_ONE),
     _call("masked_softmax", "large_causal", 1, heads=16, lengths=[1024] * 2, causal=True),
     _call("attention_tiles", 64, lengths=[64] * 4, dtypes=_ONE),
     _attention("64", dtypes=_ALL),
@@ -150,6 +162,9 @@ COMPILED = [
     _attention("64_causal", causal=True),
     _attention("64_window", causal=True, kv_heads=4, window=32, dtypes=_ONE),
     _attention("64_near", window=65, dtypes=_ONE),
+    # Gemma 2, and heads of T5Gemma
+    _attention("64_capped", dtypes=_ONE, soft_cap=50.0),
+    _attention("256_capped", dtypes=_ONE, head_dim=256, causal=True, soft_cap=50.0),
     # one narrow load of the bias per score
     _attention("64_biased", None, causal=True, optional="bias"),
     # one narrow load of the row of each distance; tiles have fewer than 64 queries
@@ -186,6 +201,8 @@ COMPILED = [
     _paged("128_decode_whole", 1, sequences=132, dtypes=_ONE, head_dim=128),
     _paged("128_decode", 1, block_size=64, window=32, dtypes=_ONE, head_dim=128),
     _paged("256_decode", 1, head_dim=256),
+    _paged("256_capped", 40, dtypes=_ONE, head_dim=256, soft_cap=50.0),
+    _paged("256_decode_capped", 1, dtypes=_ONE, head_dim=256, soft_cap=50.0),
     # two loads of cu_seqlens and one of `normalize`
     _pool("mean"),
     _pool("max", hidden=384, mode="max"),
@@ -206,8 +223,6 @@ COMPILED = [
     _call("term_weights", "sum", 2, hidden=64, terms=4096, mode="sum"),
     _call("term_weights", 3000, hidden=64, dtypes=_ONE),
     _call("first_tokens", 768, 2),
-    _call("unpack", 768, 2),
-    _call("pack", 768, 2),
     # vocabularies of real models, and the largest sizes
     _beam("4x32000", 8, 4, 32000, dtypes=_ALL),
     _beam("4x32000-128", 128, 4, 32000),
@@ -226,6 +241,7 @@ COMPILED = [
     # single logits
     _call("edit_logits", 500, lengths=[500] * 4, vocabulary=32000, dtypes=(_FP32,)),
     # one load of each number of a row
-    _call("sample_tokens", 32000, 5, vocabulary=32000, dtypes=(_FP32,)),
+    # tokens of a list are anywhere in their row
+    _call("sample_tokens", 32000, 56, vocabulary=32000, dtypes=(_FP32,)),
     _call("sample_tokens", 50257, vocabulary=50257, dtypes=(_FP32,)),
 ]

@@ -85,7 +85,6 @@ def op_call(
 
     Args:
         op: name in the table.
-        dtype: dtype of the model.
         optional: names of the optional tensor arguments; None for the names of the row.
         shape: text for tables, or its format; the row's if empty.
         given: sizes and options of the op. `lengths` are the tokens of each sequence; `tokens` is the length of a
@@ -382,12 +381,24 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "linear_activate.weight": lambda s: (s.hidden, s.features),
     # as large as in a model: logits near 1
     "term_weights.weight": lambda s: _scaled(s.hidden**-0.5, s.hidden, s.terms),
+    "linear_groups.weight": lambda s: (s.groups, s.features, s.hidden),
     "bias": lambda s: (s.hidden,),
     "activate.bias": lambda s: (s.features,),
     "linear_activate.bias": lambda s: (s.features,),
+    "linear_groups.bias": lambda s: (s.groups, s.features),
+    "cu_groups": lambda s: bounds([(s.tokens + i) // s.groups for i in range(s.groups)]),
     "term_weights.bias": lambda s: (s.terms,),
     # by the distance of query and key
     "attention_varlen.bias": lambda s: _random_fp32(s.heads, 2 * s.longest - 1),
+    "attention_padded.bias": lambda s: _random_fp32(s.heads, 2 * s.longest - 1),
+    "attention_padded.qkv": lambda s: (s.batch * s.longest, s.width),
+    # each sequence, then its padding
+    "attention_padded.cu_seqlens": lambda s: bounds(
+        [part for length in s.lengths for part in (length, s.longest - length)]
+    ),
+    "attention_padded.key_lengths": lambda s: [
+        part for length in s.lengths for part in (-(-length // 2), 0)
+    ],
     "attention_paged.bias": lambda s: _random_fp32(s.heads, 2 * s.longest + 1),
     # embeddings
     "token_ids": lambda s: _ids(s.vocabulary, s.tokens),
@@ -503,6 +514,11 @@ TABLE: dict[str, Row] = {
         flops=lambda s: 2 * s.tokens * s.hidden * s.features,
     ),
     "activate_gate": Row("{tokens}x{features}", options={"kind": "silu"}),
+    "linear_groups": Row(
+        "{tokens}x{hidden}x{features} of {groups}",
+        sizes={"hidden": 48, "features": 80, "groups": 8},
+        flops=lambda s: 2 * s.tokens * s.hidden * s.features,
+    ),
     "add_layer_norm": Row(options=_LAYER_NORM_EPS),
     "layer_norm": Row(options=_LAYER_NORM_EPS),
     "residual_layer_norm": Row(options=_LAYER_NORM_EPS, read=results.stacked),
@@ -593,6 +609,24 @@ TABLE: dict[str, Row] = {
         moved=lambda s: (s.width + s.heads * s.head_dim) * s.tokens * s.itemsize,
         flops=lambda s: 4 * s.heads * s.head_dim * sum(n * n for n in s.lengths),
     ),
+    "attention_padded": Row(
+        "{batch}x{longest} {all_heads}x{head_dim}",
+        options=_HEADS | {"scale": _scale},
+        out=lambda s: (
+            lambda make: (
+                make.unwritten(s.batch * s.longest, s.heads * s.head_dim),
+                make.unwritten(s.batch * s.longest**2, s.heads),
+                make.unwritten(s.batch * s.longest, s.width),
+            )
+        ),
+        read=results.first,
+        # queries, keys and values are moved apart; scores are written, read by the softmax, written and read again
+        moved=lambda s: (
+            (3 * s.width + 2 * s.heads * s.head_dim + 4 * s.heads * s.longest)
+            * (s.batch * s.longest * s.itemsize)
+        ),
+        flops=lambda s: 4 * s.heads * s.head_dim * s.batch * s.longest**2,
+    ),
     "pool": Row(
         "{tokens}x{hidden} {mode}",
         options={"mode": "mean"},
@@ -611,20 +645,6 @@ TABLE: dict[str, Row] = {
     "first_tokens": Row(
         "{batch} of {tokens}x{hidden}",
         moved=lambda s: 2 * s.batch * s.hidden * s.itemsize,
-        threshold=_no_error,
-    ),
-    "unpack": Row(
-        "{tokens}x{hidden} to {batch}x{longest}",
-        options={"max_seqlen": lambda s: s.longest},
-        out=lambda s: lambda make: make.unwritten(s.batch, s.longest, s.hidden),
-        threshold=_no_error,
-    ),
-    "pack": Row(
-        "{batch}x{longest} to {tokens}x{hidden}",
-        options={"tokens": lambda s: s.tokens},
-        out=lambda s: lambda make: make.unwritten(s.tokens, s.hidden),
-        # padding is not read
-        moved=lambda s: 2 * s.tokens * s.hidden * s.itemsize,
         threshold=_no_error,
     ),
     "beam_step": Row(

@@ -38,8 +38,14 @@ def config_field(folder: Path, name: str) -> int:
     return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))[name])
 
 
-def save_random_checkpoint(shape: EncoderShape, folder: Path, positions: int) -> None:
-    """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
+def save_random_checkpoint(
+    shape: EncoderShape, folder: Path, positions: int, *, scale: int = 1
+) -> None:
+    """Save a BertModel with random weights, and an empty tokenizer, which varlen requires.
+
+    Args:
+        scale: factor of its matrices; at the usual scale vectors of different texts are nearly equal.
+    """
     model = random_model(
         "BertModel",
         "BertConfig",
@@ -50,6 +56,9 @@ def save_random_checkpoint(shape: EncoderShape, folder: Path, positions: int) ->
         intermediate_size=shape.features,
         max_position_embeddings=positions,
     )
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.data *= scale
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
 

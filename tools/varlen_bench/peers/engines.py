@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.pooling import PoolingMode, pool_padded, pool_rows
+
+if TYPE_CHECKING:
+    from varlen import Encoder
 
 EngineName = Literal[
     "varlen",
@@ -35,6 +38,14 @@ Precision = Literal["fp32", "bf16", "int8", "int8-blocks", "int4"]
 _WARMUP_SECONDS = 10
 # Longest sequence of the workloads, in tokens.
 _LONGEST = 512
+_ROOT = Path(__file__).parents[3]
+# The benchmark's make target makes each from the requirements of this name, beside this file.
+_ENVIRONMENTS: dict[EngineName, str] = {
+    "openvino-genai": "openvino",
+    "vllm": "vllm",
+    "llamacpp": "llamacpp",
+    "zentorch": "zentorch",
+}
 # Embeds one batch: token ids in, [sequences, hidden] out. Called by as many threads as there are instances.
 Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
 
@@ -92,12 +103,15 @@ def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return ids, mask
 
 
-def _varlen(checkpoint: Path, precision: Precision, cores: Cores, _: PoolingMode) -> Embed:
+def varlen_encoder(
+    checkpoint: Path, precision: Precision, cores: Cores, *, outputs: str = "none"
+) -> Encoder:
+    """Return varlen's encoder of vectors, perhaps with further outputs."""
     from varlen import Encoder
     from varlen.models.checkpoint_folder import Checkpoint
 
     assert precision != "int8-blocks"  # which is onnxruntime's
-    encoder = Encoder.from_pretrained(
+    return Encoder.from_pretrained(
         str(checkpoint),
         task="embed",
         device="cpu",
@@ -105,7 +119,12 @@ def _varlen(checkpoint: Path, precision: Precision, cores: Cores, _: PoolingMode
         threads=cores.total,
         max_sequence_tokens=min(Checkpoint.open(checkpoint).position_limit, _LONGEST),
         warmup_seconds=_WARMUP_SECONDS,
+        outputs=outputs,
     )
+
+
+def _varlen(checkpoint: Path, precision: Precision, cores: Cores, _: PoolingMode) -> Embed:
+    encoder = varlen_encoder(checkpoint, precision, cores)
     return lambda batch: encoder.embed(batch, normalize=True)
 
 
@@ -208,3 +227,18 @@ def _ctranslate2(
         return vectors
 
     return embed
+
+
+def interpreter(engine: EngineName) -> Path | None:
+    """Return the Python of an engine's environment; None if it runs in this one.
+
+    Raises:
+        RuntimeError: the environment does not exist.
+    """
+    name = _ENVIRONMENTS.get(engine)
+    if name is None:
+        return None
+    python = _ROOT / ".venv" / f"peers-{name}" / "bin/python"
+    if not python.exists():
+        raise RuntimeError(f"its environment is missing: make .venv/peers-{name}/stamp")
+    return python

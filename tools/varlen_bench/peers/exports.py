@@ -22,8 +22,8 @@ from varlen_bench.harness.worker import Message, WorkerError, ask_once, run_once
 from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.engines import EngineName, Precision, pad
 from varlen_bench.peers.pooling import PoolingMode, pool_padded
+from varlen_bench.workloads import token_ids
 from varlen_kernels.cache_files import CacheFolder, cache_home
-from varlen_tools.workloads import token_ids
 
 _MODULE = "varlen_bench.peers.exports"
 _OPSET = 23

@@ -16,6 +16,7 @@ import numpy as np
 import typer
 
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen_bench import pictures
 from varlen_bench.compare.subject import Subject, command
 from varlen_bench.compare.turns import in_turn
 from varlen_bench.harness.accuracy import Vectors, cosines
@@ -41,10 +42,9 @@ from varlen_bench.serving.server import (
     serve,
 )
 from varlen_bench.workers.serving import Kind, Load, Row, lone_mixes, max_waiting, seconds_at
-from varlen_tools import pictures
+from varlen_bench.workloads import MIXES, Mix, named_mix, token_ids, trace_mix
 from varlen_tools.local_server import ServerError, end_on_sigterm
 from varlen_tools.tables import Table
-from varlen_tools.workloads import MIXES, Mix, named_mix, token_ids, trace_mix
 
 # By what is measured: seconds of a load, in full and quick; the systems that run if none are chosen, all if empty.
 _SECONDS = {"": (6.0, 2.5), "paired": (6.0, 2.5), "overload": (120.0, 10.0), "lone": (2.0, 1.0)}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from varlen_bench.harness.rows import Cell, Provenance, cell
+from varlen_bench import html_page, pictures
+from varlen_bench.harness.rows import Cell, Provenance, cell, csv_table
 from varlen_bench.harness.summary import ratio, rounded, worst
-from varlen_bench.harness.tables import csv_table
 from varlen_bench.serving.server import (
     BEFORE,
     DYNAMIC_BATCHER,
@@ -31,9 +31,8 @@ from varlen_bench.serving.server import (
     ServedSystem,
 )
 from varlen_bench.workers.serving import GOAL_P99_MS, Row
-from varlen_tools import html_page, pictures
+from varlen_bench.workloads import Mix
 from varlen_tools.tables import Table
-from varlen_tools.workloads import Mix
 
 
 def bench_figures(rows: Sequence[Row], mixes: Sequence[Mix]) -> dict[str, Cell]:
@@ -290,12 +289,12 @@ def page(rows: Sequence[Row], figures: Mapping[str, Cell], run: Provenance) -> s
         drawn = pictures.embedded(lambda: draw(rows), "served and latency by load")
         parts.append(drawn)
     for table in tables(rows):
-        parts += [html_page.heading(table.title), table.html()]
+        parts += [html_page.heading(table.title), html_page.table(table.headings, table.lines)]
     if lines := notes(rows):
         parts += [html_page.heading("What did not run"), html_page.bullets(lines)]
     loads = _table("every load", _LOADS, (r for r in rows if r.kind not in {"result", "failed"}))
     parts += [
-        html_page.folded(loads.title, loads.html()),
+        html_page.folded(loads.title, html_page.table(loads.headings, loads.lines)),
         html_page.paragraph("docs/benchmarks/serving.md has the method."),
     ]
     return html_page.page("Serving under load", parts)

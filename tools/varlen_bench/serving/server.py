@@ -34,10 +34,10 @@ from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.engines import Precision
 from varlen_bench.peers.exports import exported
 from varlen_bench.workers.serving import INPUT, OUTPUT, Load, Row
+from varlen_bench.workloads import Mix
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
 from varlen_tools.setup_server import SERVER_FOLDER
-from varlen_tools.workloads import Mix
 
 OURS = "varlen-dp"
 NONE = "varlen-none"

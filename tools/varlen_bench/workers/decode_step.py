@@ -20,7 +20,7 @@ from varlen_bench.compare.passes import Requests, drive_iterations
 from varlen_bench.harness.worker import Message, run_once
 from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.workers.generate import OURS, SYSTEMS, load_iteration
-from varlen_tools.workloads import token_ids
+from varlen_bench.workloads import token_ids
 
 RUNNING, _CONTEXT, _STEPS = 32, 128, 32
 _READ_BYTES = 2**28

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from varlen_bench.peers.engines import Cores, Embed
 _CALIBRATION_STEP = 6
 _CALIBRATION_PASSES = 3
 
+_Engine = TypeVar("_Engine")
+_Answer = TypeVar("_Answer")
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -30,6 +35,7 @@ class Workload:
     Attributes:
         batch_sizes, batch_tokens: batch sizes to try, in sequences or tokens.
         times: number of runs of a measured pass.
+        outputs: tasks of a model with several outputs whose outputs are asked for.
     """
 
     name: str
@@ -37,6 +43,7 @@ class Workload:
     batch_sizes: Sequence[int]
     batch_tokens: Sequence[int]
     times: int = 1
+    outputs: Sequence[str] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -56,16 +63,28 @@ class Workload:
         )
 
 
-class EncoderWorker:
+class BatchWorker(ABC, Generic[_Engine, _Answer]):
     """An engine, its workloads, and its batch size on each."""
 
-    def __init__(self, system: System, load: Callable[[], Embed], instances: int = 1) -> None:
+    def __init__(self, system: System, load: Callable[[], _Engine], instances: int = 1) -> None:
         self._system = system
         self._load = load
-        self._embed = load()
+        self.engine = load()
         self._callers = ThreadPoolExecutor(instances)
         self.workloads: dict[str, Workload] = {}
         self.sizes: dict[str, int] = {}
+
+    @abstractmethod
+    def answer(self, workload: Workload, batch: list[list[int]]) -> _Answer:
+        """Return the answer of the engine to a batch."""
+
+    @abstractmethod
+    def answer_all(self, name: str) -> object:
+        """Return the answers to a whole workload, in order of arrival."""
+
+    @abstractmethod
+    def vectors(self, name: str) -> Vectors:
+        """Return the vectors of a whole workload that are compared, in order of arrival."""
 
     def prepare(self, workloads: list[Workload], folder: Path) -> Message:
         """Calibrate, warm up, and save the vectors of each workload."""
@@ -73,9 +92,9 @@ class EncoderWorker:
         calibrations = {name: self.calibrate(name) for name in self.workloads}
         if any(calibrations.values()):
             # a fresh engine: the old one holds memory that larger candidates needed
-            self._embed = self._load()
+            self.engine = self._load()
         for name in self.workloads:
-            np.save(folder / f"{name}.npy", self.embed_all(name))
+            np.save(folder / f"{name}.npy", self.vectors(name))
         batchings = {name: self._label(size) for name, size in self.sizes.items()}
         return {"calibration": calibrations, "batching": batchings}
 
@@ -85,7 +104,7 @@ class EncoderWorker:
         reset_peak()
         began = time.perf_counter()
         for _ in range(times):
-            self.embed_all(name)
+            self.answer_all(name)
         seconds = (time.perf_counter() - began) / times
         return {"seconds": seconds, "peak_rss_mib": peak_resident_bytes() / MIB}
 
@@ -104,23 +123,23 @@ class EncoderWorker:
             samples = {size: self._sample(workload.sequences, size) for size in sizes}
             for _ in range(_CALIBRATION_PASSES):
                 for size, batches in samples.items():
-                    speeds[size] = max(self._speed(batches), speeds[size])
+                    speeds[size] = max(self._speed(workload, batches), speeds[size])
         self.sizes[name] = max(sizes, key=speeds.__getitem__)
         return {self._label(size): speed for size, speed in speeds.items() if speed}
 
-    def embed_all(self, name: str) -> Vectors:
-        """Return the vectors of a whole workload, in order of arrival."""
-        sequences = self.workloads[name].sequences
-        batches = self._system.split(sequences, self.sizes[name])
-        vectors = self._run([[sequences[i] for i in batch] for batch in batches])
-        out = np.empty((len(sequences), vectors[0].shape[1]), dtype=np.float32)
-        for batch, rows in zip(batches, vectors, strict=True):
-            out[batch] = rows
-        return out
+    def answers(self, name: str) -> Iterator[tuple[list[int], _Answer]]:
+        """Yield the requests of each batch of a workload, and the answer to it."""
+        workload = self.workloads[name]
+        batches = self._system.split(workload.sequences, self.sizes[name])
+        yield from zip(
+            batches,
+            self._run(workload, [[workload.sequences[i] for i in batch] for batch in batches]),
+            strict=True,
+        )
 
-    def _run(self, batches: Sequence[list[list[int]]]) -> list[Vectors]:
-        """Embed batches in their order, as many at the same time as there are instances."""
-        return list(self._callers.map(self._embed, batches))
+    def _run(self, workload: Workload, batches: Sequence[list[list[int]]]) -> list[_Answer]:
+        """Answer batches in their order, as many at the same time as there are instances."""
+        return list(self._callers.map(partial(self.answer, workload), batches))
 
     def _label(self, size: int) -> str:
         """Return the batching of this size, such as "8 sequences"."""
@@ -132,11 +151,44 @@ class EncoderWorker:
         step = min(_CALIBRATION_STEP, len(batches))
         return [[sequences[i] for i in batch] for batch in batches[step // 2 :: step]]
 
-    def _speed(self, batches: list[list[list[int]]]) -> float:
+    def _speed(self, workload: Workload, batches: list[list[list[int]]]) -> float:
         began = time.perf_counter()
-        self._run(batches)
+        self._run(workload, batches)
         seconds = time.perf_counter() - began
         return sum(len(sequence) for batch in batches for sequence in batch) / seconds
+
+
+class EncoderWorker(BatchWorker[Embed, Vectors]):
+    """An engine that embeds."""
+
+    def answer(self, workload: Workload, batch: list[list[int]]) -> Vectors:  # noqa: ARG002  # all are equal
+        """Return the vectors of a batch."""
+        return self.engine(batch)
+
+    def answer_all(self, name: str) -> Vectors:
+        """Return the vectors of a whole workload, in order of arrival."""
+        found = list(self.answers(name))
+        width = found[0][1].shape[1]
+        out = np.empty((len(self.workloads[name].sequences), width), dtype=np.float32)
+        for batch, rows in found:
+            out[batch] = rows
+        return out
+
+    vectors = answer_all
+
+
+def handler(
+    worker: BatchWorker[_Engine, _Answer], argument: Message
+) -> Callable[[Message], Message]:
+    """Return the function that answers the orders of a worker."""
+
+    def handle(order: Message) -> Message:
+        if order["do"] == "measure":
+            return worker.measure(order["workload"])
+        workloads = [Workload(**workload) for workload in order["workloads"]]
+        return worker.prepare(workloads, Path(argument["scratch"]))
+
+    return handle
 
 
 def start(argument: Message) -> Callable[[Message], Message]:
@@ -150,15 +202,7 @@ def start(argument: Message) -> Callable[[Message], Message]:
         cores=cores,
         pooling=argument["pooling"],
     )
-    worker = EncoderWorker(system, load, cores.instances)
-
-    def handle(order: Message) -> Message:
-        if order["do"] == "measure":
-            return worker.measure(order["workload"])
-        workloads = [Workload(**workload) for workload in order["workloads"]]
-        return worker.prepare(workloads, Path(argument["scratch"]))
-
-    return handle
+    return handler(EncoderWorker(system, load, cores.instances), argument)
 
 
 if __name__ == "__main__":

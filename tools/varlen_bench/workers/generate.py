@@ -125,7 +125,6 @@ def load_varlen(
     """Return a function that starts one request of varlen.
 
     Args:
-        settings: settings of the generator.
         end: token that is no part of an answer.
         options: fields of GenerationOptions.
     """

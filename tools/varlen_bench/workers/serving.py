@@ -29,7 +29,7 @@ from varlen_bench.harness.generator import (
 )
 from varlen_bench.harness.summary import percentile_ms, ratio
 from varlen_bench.harness.worker import Message, run_worker
-from varlen_tools.workloads import Mix, poisson_times, token_ids
+from varlen_bench.workloads import Mix, poisson_times, token_ids
 
 # The tensors of every model.
 INPUT, OUTPUT = "input_ids", "sentence_embedding"

@@ -38,7 +38,7 @@ def doctor(
     """Check a checkpoint, and compare it with its own library.
 
     Says what the checkpoint holds and needs, and measures its speed.
-    Comparing needs transformers and sentence-transformers.
+    Comparing needs transformers and sentence-transformers, and peft for adapters.
     The exit code is 1 when the checkpoint is refused or its answers differ.
     """
     try:

@@ -3,15 +3,21 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice, pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from varlen import Encoder, Generator
 from varlen.config import NO_LIMIT, DType, EngineConfig
-from varlen.execution.model_info import generation_limit, sequence_limit
+from varlen.errors import RequestError
+from varlen.execution.model_info import ModelInfo, generation_limit, sequence_limit
 from varlen.in_process.encoder import Inputs
+from varlen.intake.found import FOUND
 from varlen.intake.tokenization import Text, Tokenizer
+from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.request.scores import scores_of
@@ -42,16 +48,38 @@ from varlen_tools.doctor.originals import (
     stores_activation,
     token_vectors,
 )
-from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
 from varlen_tools.messages import first_line
+from varlen_tools.sample_texts import TEXTS
 
 _LENGTHS = (16, 128, 512)
+# Longest text that is compared, in tokens: a longer one takes the original library too long.
+LONGEST = 512
+# Texts of a task of many steps.
+_PROMPTS = 4
 # Tokens of one measured call, and how long calls are repeated.
 _CALL_TOKENS = 4096
 _SECONDS = 1.0
 _MEGABYTE = 1e6
+# Tasks whose inputs are no rows of token ids.
+_OWN_INPUTS: frozenset[Task] = frozenset(("fill_mask", *FOUND))
+_LABELS = ("person", "place", "number")
+_NO_SPANS = Comparison(
+    "spans",
+    "",
+    0,
+    None,
+    remark="neither transformers nor sentence-transformers has this model; its library is gliner or gliner2",
+)
+# Adapters that are compared; each takes a model of its own in transformers.
+_MAX_ADAPTERS = 8
 # Enough for the sequences that are compared.
 _KV_BYTES = 1 << 30
+
+
+# Compares the answers of a model with the adapter of a name, given the model in transformers.
+_CompareAdapter: TypeAlias = Callable[
+    [Checkpoint, EngineConfig, Transformers, str, str], Comparison
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +136,11 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     speeds: tuple[Speed, ...] = ()
     answers: dict[DType, list[Float32Array]] = {}
     with Encoder(service) as encoder:
-        # it takes only texts with masks
-        if has_speed and config.task != "fill_mask":
+        if has_speed and config.task not in _OWN_INPUTS:
             speeds = tuple(_encoder_speeds(encoder, vocab_size, limit))
+        if task == "extract":
+            encoder.extract([str(each) for each in inputs], _LABELS, truncate=True)
+            return Examination(_memory(info), (_NO_SPANS,), speeds)
         if task == config.task:
             answers[dtype] = _answers(encoder, inputs, vocab_size)
     dtypes: set[DType] = {"fp32", dtype}
@@ -118,7 +148,18 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
         settings = replace(config, dtype=each, task=task)
         with Encoder(Service.load(EncoderParts, checkpoint.folder, settings, Stats())) as encoder:
             answers[each] = _answers(encoder, inputs, vocab_size)
-    memory = (
+    comparisons = (
+        *_compare(checkpoint, task, inputs, limit, answers),
+        *_not_compared(config, task, checkpoint),
+        *_compare_adapters(checkpoint, config, partial(_adapted_answers, limit=limit)),
+    )
+    return Examination(_memory(info), comparisons, speeds)
+
+
+def _memory(info: ModelInfo) -> tuple[tuple[str, str], ...]:
+    """Return the memory of a model of one step, in words."""
+    dtype = short_dtype(info.dtype)
+    return (
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}, shared by all workers"),
         (
             "intermediates",
@@ -126,11 +167,6 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
             f" in each of {info.workers} workers on {info.device_name}",
         ),
     )
-    comparisons = (
-        *_compare(checkpoint, task, inputs, limit, answers),
-        *_not_compared(config, task, checkpoint),
-    )
-    return Examination(memory, comparisons, speeds)
 
 
 def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) -> list[Comparison]:
@@ -150,7 +186,7 @@ def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
     if _needs_sentences(task, checkpoint):
         return task if has_library("sentence-transformers") else "hidden"
-    if TASKS[task].has_labels:
+    if TASKS[task].has_labels or task == "extract":
         return task
     return "hidden"
 
@@ -335,7 +371,95 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
         )
         with Generator(service) as generator:
             answers["fp32"] = answers_of(generator, prompts)
-    return Examination(memory, tuple(_compare_generated(checkpoint, prompts, answers)), speeds)
+    comparisons = (
+        *_compare_generated(checkpoint, prompts, answers),
+        *_compare_adapters(checkpoint, config, _adapted_generation),
+    )
+    return Examination(memory, comparisons, speeds)
+
+
+def _compare_adapters(
+    checkpoint: Checkpoint, config: EngineConfig, compare: _CompareAdapter
+) -> Iterator[Comparison]:
+    """Yield the comparison of each adapter with peft, which merges it; in fp32."""
+    folders = adapter_folders(checkpoint.folder, config.adapters)
+    missing = next((each for each in ("transformers", "peft") if not has_library(each)), None)
+    for number, (name, folder) in enumerate(folders.items()):
+        what = f'adapter "{name}"'
+        if missing is not None:
+            yield without_library(what, missing)
+        elif number >= _MAX_ADAPTERS:
+            remark = f"only the first {_MAX_ADAPTERS} adapters are compared"
+            yield Comparison(what, "", 0, None, remark=remark)
+        else:
+            yield _compare_adapter(checkpoint, config, what, name, folder, compare)
+
+
+def _compare_adapter(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    what: str,
+    name: str,
+    folder: Path,
+    compare: _CompareAdapter,
+) -> Comparison:
+    with readable_folder(checkpoint) as readable:
+        try:
+            original = Transformers(readable, checkpoint)
+            original.set_adapter(folder)
+            return compare(checkpoint, replace(config, dtype="fp32"), original, name, what)
+        except RequestError as error:
+            # it is damaged, or of a kind that is not served
+            return Comparison(what, "", 0, False, remark=first_line(error))
+        except Exception as error:
+            return Comparison(what, named("peft"), 0, None, remark=first_line(error))
+
+
+def _adapted_answers(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    original: Transformers,
+    name: str,
+    what: str,
+    *,
+    limit: int,
+) -> Comparison:
+    """Compare logits of whole texts, or hidden states, of a model with an adapter."""
+    task: Task = config.task or checkpoint.task
+    if not TASKS[task].has_labels or checkpoint.logit_score is not None:
+        task = "hidden"
+    inputs = sample_inputs(task, limit)
+    service = Service.load(EncoderParts, checkpoint.folder, replace(config, task=task), Stats())
+    with Encoder(service) as encoder:
+        actual = _answers(encoder.with_adapter(name), inputs, checkpoint.vocab_size)
+    expected = original.values(task, inputs, limit)
+    what = f"{TASKS[task].answers} with the {what}"
+    return compare_values(what, named("peft"), actual=actual, expected=expected, dtype="fp32")
+
+
+def _adapted_generation(
+    checkpoint: Checkpoint, config: EngineConfig, original: Transformers, name: str, what: str
+) -> Comparison:
+    """Compare greedy answers, or translations, of a model with an adapter."""
+    prompts, greedy = sample_prompts(), {} if checkpoint.translate else {"temperature": 0.0}
+    service = Service.load(GeneratorParts, checkpoint.folder, config, Stats())
+    with Generator(service) as generator:
+        made = generator.with_adapter(name).generate(prompts, max_tokens=NEW_TOKENS, **greedy)
+    return compare_ids(
+        f"answers of up to {NEW_TOKENS} tokens with the {what}",
+        named("peft"),
+        actual=_without_ends(checkpoint, [list(each.token_ids) for each in made]),
+        expected=_without_ends(checkpoint, original.generated(prompts)),
+    )
+
+
+def _without_ends(checkpoint: Checkpoint, rows: list[list[int]]) -> list[list[int]]:
+    """Return rows of tokens without the tokens that end them, and without padding."""
+    ends = set(checkpoint.eos_token_ids)
+    if checkpoint.translate is not None:
+        tokens = checkpoint.translate.tokens
+        ends = {*tokens.eos, *(() if tokens.pad is None else (tokens.pad,))}
+    return [[token for token in row if token not in ends] for row in rows]
 
 
 def _compare_generated(
@@ -347,14 +471,7 @@ def _compare_generated(
         yield without_library(what, "transformers")
         return
     name = named("transformers")
-    ends = set(checkpoint.eos_token_ids)
-    if checkpoint.translate is not None:
-        tokens = checkpoint.translate.tokens
-        ends = {*tokens.eos, *(() if tokens.pad is None else (tokens.pad,))}
-
-    def stripped(rows: list[list[int]]) -> list[list[int]]:
-        return [[token for token in row if token not in ends] for row in rows]
-
+    stripped = partial(_without_ends, checkpoint)
     with readable_folder(checkpoint) as folder:
         try:
             expected = stripped(Transformers(folder, checkpoint).generated(prompts))
@@ -374,3 +491,20 @@ def _unjudged(made: Comparison, actual: list[list[int]], expected: list[list[int
     equal = sum(ours == theirs for ours, theirs in zip(actual, expected, strict=True))
     remark = f"rounding may change tokens; {equal} of {made.count} are equal"
     return replace(made, agrees=None, remark=remark)
+
+
+def sample_inputs(task: Task, limit: int) -> list[Text]:
+    """Return texts, pairs for `rerank`, both for `classify`; up to more than `limit` tokens."""
+    words = " ".join(TEXTS).split()
+    long = [" ".join(islice(cycle(words), count)) for count in (limit // 8, limit // 2, 2 * limit)]
+    texts = [text for text in (*TEXTS, *long) if text]
+    if task == "rerank":
+        return list(pairwise(texts))
+    if task == "classify":
+        return [*texts, *pairwise(texts)]
+    return list(texts)
+
+
+def sample_prompts() -> list[str]:
+    """Return the prompts of a task of many steps."""
+    return [text for text in TEXTS if text][:_PROMPTS]

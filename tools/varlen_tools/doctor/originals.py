@@ -52,7 +52,10 @@ def readable_folder(checkpoint: Checkpoint) -> Iterator[Path]:
             with suppress(CheckpointError):
                 real = path.resolve() if path.is_dir() else locate(checkpoint.folder, path.name)
                 Path(scratch, path.name).symlink_to(real)
-        Path(scratch, "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        # a field without which WeightedLayerPooling has no effect, and which no model reads
+        more = {} if checkpoint.layer_mix is None else {"output_hidden_states": True}
+        content = json.dumps(checkpoint.config | more)
+        Path(scratch, "config.json").write_text(content, encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield Path(scratch)
@@ -77,11 +80,16 @@ class Transformers:
         self._folder = str(folder)
         self._checkpoint = checkpoint
         self._model: Any = None
+        self._adapter: Path | None = None
         given = read_optional_object(checkpoint.folder, "config.json")
         self._is_translated = checkpoint.config != given and checkpoint.adds_special_tokens
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             self._folder, trust_remote_code=False, local_files_only=True
         )
+
+    def set_adapter(self, folder: Path) -> None:
+        """Let peft merge the adapter of a folder into models from now on."""
+        self._adapter = folder
 
     def check_comparable(self, task: Task) -> None:
         """Raise LookupError if transformers has no such model for a task."""
@@ -163,6 +171,10 @@ class Transformers:
                 f"transformers has no model of this form: the checkpoint lacks {len(missing)} weights of"
                 f" {type(model).__name__}, such as {min(missing)}"
             )
+        if self._adapter is not None:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(model, str(self._adapter)).merge_and_unload()
         return model.eval()
 
     def _encode(self, each: Text, limit: int | None) -> dict[str, list[int]]:

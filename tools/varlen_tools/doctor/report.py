@@ -54,7 +54,8 @@ class Report:
             results[each.agrees].append(each.what)
         missing = f"; not compared: {', '.join(results[None])}" if results[None] else ""
         if self.missing:
-            missing += f" ({self.missing} is not installed: {_INSTALL})"
+            install = "pip install peft" if self.missing == "peft" else _INSTALL
+            missing += f" ({self.missing} is not installed: {install})"
         if self.verdict == "differs":
             return f"it differs from the original library: {', '.join(results[False])}{missing}"
         if self.verdict == "agrees":

@@ -1,4 +1,4 @@
-"""The command `varlen costs model_repository/minilm --output costs.html`.
+"""The command `varlen costs model_repository/minilm`.
 
 What it measures goes into the cache that the server reads, so that a model's first start measures nothing.
 """
@@ -6,7 +6,6 @@ What it measures goes into the cache that the server reads, so that a model's fi
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,7 +17,6 @@ from varlen.execution.workers.workers import load_workers
 from varlen.service.costs import measured_costs, warm_up
 from varlen.telemetry.metrics import Stats
 from varlen_client.cli.progress import show_stage
-from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,
     SettingsOption,
@@ -26,7 +24,6 @@ from varlen_tools.model_source import (
     find_source,
     parse_settings,
 )
-from varlen_tools.profile_costs.picture import draw, render
 from varlen_tools.profile_costs.profile import Profile
 from varlen_tools.profile_costs.tables import tables
 
@@ -46,9 +43,8 @@ def main(
         bool, typer.Option("--again", help="Measure again what is in the cache.")
     ] = False,
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
-    output: pictures.OutputOption = None,
 ) -> None:
-    """Measure what a model's batches cost; print and draw it.
+    """Measure what a model's batches cost; print it.
 
     Costs in the cache are not measured again.
     """
@@ -62,7 +58,6 @@ def main(
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
     Console().print(*tables(profile), sep="\n")
-    pictures.write_outputs(output, partial(draw, profile), partial(render, profile))
 
 
 def _costs(

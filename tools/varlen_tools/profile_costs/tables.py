@@ -1,4 +1,4 @@
-"""Tables of costs for the terminal; the page shows the measured batches, too."""
+"""Tables of costs for the terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def batch_table(profile: Profile) -> Table:
         for batch, predicted in profile.batches
     ]
     headings = ("sequences", "tokens", "longest", "measured", "predicted", "error")
-    return Table("measured batches, in milliseconds", headings, lines, align_right=True)
+    caption = f"median error {profile.median_error():.1%}"
+    title = "measured batches, in milliseconds"
+    return Table(title, headings, lines, align_right=True, caption=caption)
 
 
 def three_digits(value: float) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.folder_kind import has_checkpoint
+from varlen.models.checkpoint.folder_forms import has_checkpoint
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheFolder, holder
 from varlen_tools.fetch import (

@@ -97,7 +97,6 @@ def start_server(
     """Return a server, not yet started, that loads only these models.
 
     Args:
-        arguments: further arguments of the server.
         first_port: first of its three ports on loopback; None takes free ones.
     """
     # as the development server's command does

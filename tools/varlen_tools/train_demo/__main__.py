@@ -1,10 +1,12 @@
 """The command: `python -m varlen_tools.train_demo gpt2 --output FOLDER`, or `dates`."""
 
 import random
+import re
 import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Annotated
 
 import typer
@@ -13,7 +15,6 @@ from rich.console import Console
 from varlen_tools.train_demo.dates import FORMS, held_out_examples
 from varlen_tools.train_demo.loop import Report
 from varlen_tools.train_demo.save import WEIGHTS, save_gpt2, save_marian
-from varlen_tools.train_demo.text import python_documents
 from varlen_tools.train_demo.train import DEFAULT, encode, train, train_tokenizer
 from varlen_tools.train_demo.train_dates import (
     DEFAULT_DATES,
@@ -25,6 +26,9 @@ from varlen_tools.train_demo.train_dates import (
 # Held-out dates per form in the measure that the command prints.
 _DATES_PER_FORM = 20
 _PROGRESS_SECONDS = 3.0
+_SHORTEST_PARAGRAPH = 80
+# Code, markup, grammar and tables. A model that sees few tokens learns plain sentences first.
+_NO_PROSE = re.compile(r'["*()_<>{}\[\]=|“”0-9]')
 
 
 class Family(str, Enum):
@@ -32,6 +36,27 @@ class Family(str, Enum):
 
     gpt2 = "gpt2"
     dates = "dates"
+
+
+def python_documents() -> list[str]:
+    """Return the plain prose of each topic of `help()`, a line for each paragraph.
+
+    Every Python installation holds these topics; they are the same for one Python version.
+    """
+    documents = ("\n\n".join(_paragraphs(topics[name])) for name in sorted(topics))
+    return [document for document in documents if document]
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return the paragraphs that are whole sentences, each on one line."""
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [part for part in paragraphs if _is_prose(part)]
+
+
+def _is_prose(paragraph: str) -> bool:
+    is_sentence = paragraph[:1].isupper() and paragraph[-1:] in {".", ":"}
+    is_long = len(paragraph) >= _SHORTEST_PARAGRAPH
+    return is_sentence and is_long and not _NO_PROSE.search(paragraph)
 
 
 def main(

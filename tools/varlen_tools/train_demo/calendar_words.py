@@ -28,7 +28,6 @@ class Language:
 
     Attributes:
         months, short_months: names from January.
-        weekdays, short_weekdays: names from Monday.
         ordinals: the days of a month in digits, from 1.
         words: the days of a month in words, from 1.
     """

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from hashlib import sha256
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -25,23 +25,10 @@ from varlen.errors import EngineError, QueueFullError, RequestError, VarlenError
 from varlen.sandbox.process import Sandbox
 
 
-class HeldGrammars(Protocol):
-    """Grammars that count the requests that hold them: a part of `Grammars`."""
-
-    def held(self, grammar: str) -> CompiledGrammar:
-        """Return a grammar, which may still compile, for a request that holds it."""
-
-    def held_if_compiled(self, grammar: str) -> CompiledGrammar | None:
-        """Hold a grammar for a request and return it; None unless it is compiled."""
-
-    def let_go(self, found: CompiledGrammar) -> None:
-        """End the hold of a request."""
-
-
 class GrammarHold:
     """Keeps the process of a grammar for one request. Not for two threads at once."""
 
-    def __init__(self, grammars: HeldGrammars, grammar: str) -> None:
+    def __init__(self, grammars: "Grammars", grammar: str) -> None:
         self._grammars = grammars
         self._content = grammar
         self._grammar: CompiledGrammar | None = None

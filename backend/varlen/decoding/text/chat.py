@@ -33,7 +33,6 @@ class ChatTemplate:
 
         Args:
             sandbox: starts the processes that render it; its `template` is from `template_setup`.
-            names: names of the templates.
             max_characters: longest text of a prompt.
         """
         self._sandbox = sandbox
@@ -159,7 +158,6 @@ def template_setup(
     """Return the arguments of `TemplateServer`.
 
     Args:
-        sources: Jinja sources of the templates by name.
         special_tokens: texts of special tokens by name, such as `bos_token`.
         max_characters: longest text of a prompt.
     """

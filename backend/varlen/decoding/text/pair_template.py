@@ -96,8 +96,6 @@ class FormPairTemplate:
         takes_instruction: whether a request may have an instruction.
     """
 
-    takes_instruction = True
-
     def __init__(self, form: PairForm, tokenize: Tokenize) -> None:
         """Tokenize the texts that every prompt has.
 
@@ -105,6 +103,7 @@ class FormPairTemplate:
             tokenize: returns the tokens of a text, without special ones.
         """
         self._form, self._tokenize = form, tokenize
+        self.takes_instruction = bool(form.instruction)
         self._fixed = lru_cache(_MAX_FIXED)(lambda text: tokenize(text).token_ids)
         self.ending = np.concatenate([self._fixed(text) for text in form.ending])
 

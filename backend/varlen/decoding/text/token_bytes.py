@@ -21,12 +21,22 @@ class TokenBytes:
         self._tokenizer = tokenizer
         kinds = {*_kinds(_decoder(tokenizer))}
         self._is_byte_level = "ByteLevel" in kinds
+        self._texts: tuple[dict[int, str], dict[int, str]] | None = None
+        if kinds == {"ByteLevel"}:
+            self._texts = {}, {}
         self._has_byte_tokens = "ByteFallback" in kinds
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, each in added.items() if each.special)
         anchors = (tokenizer.token_to_id(text) for text in _ANCHORS)
         self._anchor = next((each for each in anchors if each is not None), None)
         self._anchor_text = "" if self._anchor is None else self._text([self._anchor])
+
+    def texts(self, *, skip_special_tokens: bool) -> dict[int, str] | None:
+        """Return the texts of tokens behind whole characters; detokenizers add to them.
+
+        None where tokens are more than bytes: the text of a token may depend on those before it in other ways.
+        """
+        return None if self._texts is None else self._texts[skip_special_tokens]
 
     def of(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
         """Return the bytes of a token inside a text.

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from varlen.decoding.text.stop_strings import StopStrings
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, GeneratedPart
@@ -25,11 +24,18 @@ class Detokenizer:
     """Text of one sequence of tokens, in parts of whole characters.
 
     The text of a token depends on the tokens around it: bytes of one character, spaces between words. So a window of
-    the last tokens is decoded again with each token, and the part that is new comes out.
+    the last tokens is decoded again with each token, and the part that is new comes out. Where tokens are only bytes,
+    nothing before the end of a character matters: the window is empty there, and a token that ends with whole
+    characters has the text that it had before.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        texts: dict[int, str] | None,
     ) -> None:
         """Start behind a prompt, whose text does not come out.
 
@@ -37,9 +43,11 @@ class Detokenizer:
             tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
             skip_special_tokens: whether the text leaves out special tokens.
+            texts: `TokenBytes.texts`; added to.
         """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._texts = texts
         length = _CONTEXT
         self._window = list(prompt_ids[-length:])
         # a window has to start with a whole character
@@ -53,7 +61,9 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """Return the text that a token completes; it may be empty."""
-        window = self._window
+        window, texts = self._window, self._texts
+        if not window and texts is not None and (known := texts.get(token_id)) is not None:
+            return known
         window.append(token_id)
         text = self._decode()
         # more bytes may turn all of these into characters
@@ -62,7 +72,12 @@ class Detokenizer:
             end = max(end, len(text) - _MAX_UNFINISHED)
         new = text[self._written : end]
         self._written = max(self._written, end)
-        if len(window) == _MAX_WINDOW:
+        if texts is not None and end == len(text):
+            if len(window) == 1:
+                texts[token_id] = text
+            window.clear()
+            self._written = self._boundary = 0
+        elif len(window) == _MAX_WINDOW:
             self._cut(_MAX_WINDOW - _CONTEXT, unwritten=len(text) - self._written)
             self._boundary = 0
         elif end == len(text) and len(window) - self._boundary >= _CONTEXT:
@@ -96,6 +111,76 @@ class Detokenizer:
         return text
 
 
+class StopStrings:
+    """Passes text on up to the first stop string; text that may become one waits.
+
+    Each stop string has an automaton that reads one character after the other, so the result does not depend on how
+    the text is divided into tokens. Source: Knuth, Morris, Pratt 1977, "Fast pattern matching in strings".
+    """
+
+    def __init__(self, strings: Sequence[str], *, keep: bool) -> None:
+        """Prepare the search.
+
+        Args:
+            strings: none of them empty; may be none.
+            keep: whether the string that ends the text stays part of it.
+        """
+        self._strings = [(string, _fallbacks(string)) for string in strings]
+        self._keep = keep
+        # number of characters of each string with which the text ends
+        self._matched = [0] * len(strings)
+        self._pending = ""
+
+    def add(self, text: str, *, may_end: bool) -> tuple[str, bool]:
+        """Return the text that is certain now, and whether a stop string has ended it.
+
+        The string that is complete first ends the text; of several, the longest.
+
+        Args:
+            text: the next part.
+            may_end: whether a string that is complete in this part ends the text.
+        """
+        first = len(self._pending) + 1
+        text = self._pending + text
+        for end in range(first, len(text) + 1):
+            length = self._read(text[end - 1])
+            if length and may_end:
+                return text[: end if self._keep else end - length], True
+        certain = len(text) - max(self._matched)
+        self._pending = text[certain:]
+        return text[:certain], False
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._pending
+
+    def _read(self, character: str) -> int:
+        """Return the length of the longest string that this character completes; 0 is none."""
+        longest = 0
+        for index, (string, fallbacks) in enumerate(self._strings):
+            matched = self._matched[index]
+            while matched and string[matched] != character:
+                matched = fallbacks[matched - 1]
+            matched += string[matched] == character
+            if matched == len(string):
+                longest = max(longest, matched)
+                matched = fallbacks[-1]
+            self._matched[index] = matched
+        return longest
+
+
+def _fallbacks(string: str) -> list[int]:
+    """Return, for each prefix, the length of the longest shorter prefix with which it ends."""
+    fallbacks = [0]
+    matched = 0
+    for character in string[1:]:
+        while matched and string[matched] != character:
+            matched = fallbacks[matched - 1]
+        matched += string[matched] == character
+        fallbacks.append(matched)
+    return fallbacks
+
+
 class TextWriter:
     """Makes the parts of an answer from its tokens: a `sequence.OutputWriter`.
 
@@ -121,7 +206,10 @@ class TextWriter:
             token_bytes: bytes of the tokens, for answers with log probabilities.
         """
         self._detokenizer = Detokenizer(
-            tokenizer, prompt_ids, skip_special_tokens=options.skip_special_tokens
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=options.skip_special_tokens,
+            texts=token_bytes.texts(skip_special_tokens=options.skip_special_tokens),
         )
         self._stop_strings = StopStrings(options.stop, keep=options.include_stop_str_in_output)
         self._end_ids = frozenset(
@@ -150,16 +238,18 @@ class TextWriter:
         )
 
     def _add(self, token: SampledToken) -> GeneratedPart:
-        options = self._options
+        options, token_id = self._options, token.token_id
         self._num_tokens += 1
         # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other
-        is_end = token.token_id in self._end_ids
+        is_end = token_id in self._end_ids
         is_last = is_end or self._num_tokens >= options.max_tokens
+        if not is_last and not options.stop and token.logprobs is None:
+            return GeneratedPart(self._detokenizer.add(token_id), (token_id,))
         text, added = "", b""
         if not is_end or options.include_stop_str_in_output:
-            text = self._detokenizer.add(token.token_id)
+            text = self._detokenizer.add(token_id)
             if token.logprobs is not None:
-                added = self._added_bytes(token.token_id, text)
+                added = self._added_bytes(token_id, text)
         if is_last:
             text += self._detokenizer.finish()
         is_stopped = False
@@ -174,7 +264,7 @@ class TextWriter:
         elif is_last:
             finish_reason = "length"
         logprobs = () if token.logprobs is None else (replace(token.logprobs, token_bytes=added),)
-        return GeneratedPart(text, (token.token_id,), logprobs, finish_reason)
+        return GeneratedPart(text, (token_id,), logprobs, finish_reason)
 
     def _added_bytes(self, token_id: int, text: str) -> bytes:
         """Return the UTF-8 that a token adds, given the text that it completes.

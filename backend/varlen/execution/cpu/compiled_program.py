@@ -100,7 +100,6 @@ class CompiledProgram:
 
         Args:
             program: the program, in memory of the CPU.
-            states: the tensor of each state, by name.
         """
         self._program = program
         self._states = states
@@ -249,8 +248,6 @@ def compile_program(
     There are none for other kernels.
 
     Args:
-        kernels: the kernels that it runs with.
-        states: the tensor of each state, by name.
         needs_products: whether there are none if a product has no compiled form: such a product uses the cores of
             torch, and others have to be given to it.
     """
@@ -347,7 +344,6 @@ def _stretches(ops: int, calls: Sequence[int]) -> Iterator[tuple[int, int] | int
     """Yield the stretches of calls and the other ops, in order.
 
     Args:
-        ops: number of ops.
         calls: the op of each call.
     """
     first = call = 0

@@ -37,6 +37,8 @@ Clock: TypeAlias = Callable[[], float]
 PLAIN = "linear"
 PACKED = "linear_packed"
 PANELS = "linear_panels"
+# Products of groups, with weights as they are and in panels.
+GROUPS, GROUP_PANELS = "linear_groups", "linear_groups_panels"
 
 
 def _pack_panels(weight: Tensor) -> Weights:
@@ -44,6 +46,12 @@ def _pack_panels(weight: Tensor) -> Weights:
     from varlen_kernels.cpu.bodies.panel_layout import pack_panels
 
     return pack_panels(weight)
+
+
+def _pack_groups(weight: Tensor) -> Weights:
+    from varlen_kernels.cpu.bodies.panel_layout import pack_groups
+
+    return pack_groups(weight)
 
 
 # What makes the weight of each path from `[hidden, features]`.
@@ -111,7 +119,6 @@ def choose_paths(
         program, kernels, use: arguments of `measure_paths`.
         config: says where measurements are stored.
         key: cost key of whatever else decides which path is fastest.
-        threads: number of threads that will run a layer.
         seconds: most time to measure; at 0 every layer gets the default path.
         link: the ranks of the model: rank 0 measures while the others multiply too, and all get its choice.
     """
@@ -149,13 +156,25 @@ def choose_paths(
 def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Program:
     """Return the program with the ops that `paths` names.
 
-    Layers of other shapes get `default`, or the default of their dtype. An op that can follow a layer becomes a part of
-    its op. The program holds no reference to weights that
-    only layers of other layouts read.
+    Layers of other shapes get `default`, or the default of their dtype; products of groups get panels. An op that can
+    follow a layer becomes a part of its op. The program holds no reference to weights that only layers of other layouts
+    read.
     """
     packed: dict[int, Weights] = {}
 
+    def in_panels(op: Op) -> Op:
+        """Return a product of groups with its weight in panels."""
+        x, weight, *others = op.operands
+        assert isinstance(weight, Tensor)
+        if PANELS not in paths_of(weight.dtype):
+            return op
+        if id(weight) not in packed:
+            packed[id(weight)] = _pack_groups(weight)
+        return replace(op, kernel=GROUP_PANELS, operands=(x, packed[id(weight)], *others))
+
     def changed(op: Op) -> Op:
+        if op.kernel == GROUPS:
+            return in_panels(op)
         if op.kernel != PLAIN:
             return op
         x, weight, bias = op.operands
@@ -184,7 +203,6 @@ def stored_paths(
     Args:
         store: the cache of measurements.
         key: everything that decides which path is fastest.
-        measure: measures.
         what: their name in the log.
     """
     stored = store.load_paths(key)
@@ -216,7 +234,6 @@ def measure_paths(
     Args:
         program: has the layers, as ops named `linear`.
         kernels: has the paths, in the threads that will use them.
-        use: typical use of the layers.
         seconds: most time to spend.
         clock: returns seconds.
     """

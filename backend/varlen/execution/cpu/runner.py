@@ -54,7 +54,6 @@ class CpuRunner:
     whole sequences are padded to few numbers of tokens: by less than an eighth, or by seven tokens.
 
     Attributes:
-        arena: memory of its intermediates.
         input_names: inputs that a batch brings; a stage receives others.
         is_compiled: whether it runs as calls of compiled code.
     """
@@ -77,10 +76,7 @@ class CpuRunner:
 
         Args:
             kernels: module with the functions that ops name.
-            arena: memory of the intermediates.
-            states: the tensor of each state, by name.
             handoffs: values that its stage receives and sends, if it is a part of a pipeline.
-            number: number of the program in the model.
             of_steps: whether it runs steps of generation, which have few numbers of tokens.
         """
         self.program = program
@@ -106,12 +102,14 @@ class CpuRunner:
         if self._is_padded:
             compile_products(self.program, self._kernels, batch_sizes(_USUAL_TOKENS))
 
-    def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
+    def launch(
+        self, arrays: Arrays, dims: Dims, given: Mapping[str, Tensor] = NO_STATES
+    ) -> Callable[[], Tensor | None]:
         """Run a batch; return a function that returns its output.
 
-        There is none if it went to the next stage.
+        There is none if it went to the next stage. See `run` for `given`.
         """
-        outputs = self.run(arrays, dims)
+        outputs = self.run(arrays, dims, given=given)
         return lambda: outputs[0] if outputs else None
 
     @torch.inference_mode()
@@ -121,16 +119,16 @@ class CpuRunner:
         dims: Dims,
         out: Sequence[Tensor] | None = None,
         cores: int | None = None,
+        given: Mapping[str, Tensor] = NO_STATES,
     ) -> Sequence[Tensor]:
         """Return the outputs of a batch: `out`, or new tensors.
 
         There are none if they go to the next stage.
 
         Args:
-            arrays: inputs by name.
-            dims: their dimensions.
             out: tensors of the outputs' shapes.
             cores: number of cores; None for the cores of the thread, or of the model while the batch runs alone.
+            given: inputs that are results of another program, with a row for each token.
         """
         if self._is_padded:
             dims = {**dims, "tokens": min(padded(dims["tokens"]), self.arena.max_tokens)}
@@ -138,6 +136,7 @@ class CpuRunner:
             inputs = padded_inputs(own, dims, arrays)
         else:
             inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        inputs |= {name: _with_rows(rows, dims["tokens"]) for name, rows in given.items()}
         region = self.arena.allocate(dims)
         if self._handoffs is None:
             sent = {}
@@ -165,12 +164,20 @@ class CpuRunner:
         """No resources to release."""
 
 
+def _with_rows(rows: Tensor, count: int) -> Tensor:
+    """Return the first rows of a tensor, or all of them and zeros behind."""
+    if len(rows) >= count:
+        return rows[:count]
+    filled = rows.new_zeros(count, *rows.shape[1:])
+    filled[: len(rows)] = rows
+    return filled
+
+
 @dataclass(slots=True)
 class _Times:
     """Recent times of steps of one size, in seconds.
 
     Attributes:
-        on_all, on_one: times on all cores and on one.
         left: number of steps before the next trial.
         pause: number of steps between trials.
     """
@@ -218,9 +225,7 @@ class StepCores:
         """Run a step.
 
         Args:
-            step: runs it on this number of cores.
             tokens: number of its tokens.
-            cores: number of all cores.
         """
         if cores == 1:
             step(1)

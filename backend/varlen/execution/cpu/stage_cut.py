@@ -77,7 +77,6 @@ def agree_on_cut(
 
     Args:
         load, kernels, config, key, use, seconds: arguments of `choose_bounds`.
-        link: link to the other stages.
 
     Raises:
         ConfigError: there are fewer layers than stages.
@@ -103,10 +102,8 @@ def choose_bounds(
 
     Args:
         load: returns the program of a model whose weights are read for some layers.
-        kernels: multiply.
         config: says how many stages there are, and where measurements are stored.
         key: cost key of whatever else decides the times of layers.
-        use: typical use of the layers.
         seconds: most time to measure; at 0 nothing is measured.
 
     Raises:

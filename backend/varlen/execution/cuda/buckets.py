@@ -51,7 +51,9 @@ class Bucket:
     def dims(self) -> Dims:
         """The dimensions that its graph runs with."""
         payloads = largest_payloads(self.tokens, self.sequences)
-        return {"tokens": self.tokens, "sequences": self.sequences, **payloads}
+        # no spans
+        pooled = {"pooled": self.sequences, "pooled_tokens": 0}
+        return {"tokens": self.tokens, "sequences": self.sequences, **payloads, **pooled}
 
 
 class Buckets:

@@ -1,7 +1,7 @@
 """CUDA graphs of one stream: work that a GPU repeats without Python.
 
-Everything on the stream runs in the order in which it was started. `Graphs` is what executors use, so that tests can
-put a device of their own in its place.
+Everything on the stream runs in the order in which it was started. Tests put a device of their own in the place of
+`CudaGraphs`.
 """
 
 import gc
@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,28 +26,6 @@ _Size = TypeVar("_Size", bound=Hashable)
 _Captured = TypeVar("_Captured")
 
 
-class Graphs(Protocol):
-    """A device that runs work in order, and repeats captured work."""
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Return the context in which everything on the device is done."""
-
-    def capture(self, work: Callable[[], object]) -> Replay:
-        """Return a function that starts the same work again, on the same memory."""
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Start a copy between host and device."""
-
-    def record(self) -> Callable[[], object]:
-        """Return a function that waits until everything started before has run."""
-
-    def used_bytes(self) -> int:
-        """Return the device memory in use, in bytes."""
-
-    def close(self) -> None:
-        """Release the graphs; none may be started after that."""
-
-
 class CudaGraphs:
     """CUDA graphs of one stream and one memory pool. One runs at a time.
 
@@ -60,7 +38,6 @@ class CudaGraphs:
         """Make a stream and a pool.
 
         Args:
-            device: the GPU.
             timeout: longest time of the work that is captured, in seconds; 0 is no limit.
         """
         self._device = device
@@ -128,7 +105,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def capture_each(
-    graphs: Graphs,
+    graphs: CudaGraphs,
     sizes: Sequence[_Size],
     capture: Callable[[_Size], _Captured],
     *,
@@ -137,9 +114,7 @@ def capture_each(
     """Return what was captured for each size, and what all of it costs.
 
     Args:
-        graphs: the device.
         sizes: sizes of the graphs, at least one.
-        capture: captures the graph of a size.
         progress_lines: log lines about the progress, the last one included.
     """
     began, bytes_before = time.monotonic(), graphs.used_bytes()

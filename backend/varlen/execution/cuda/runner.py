@@ -7,7 +7,9 @@ runs, the next one is packed into other buffers and started. docs/decisions/0029
 A decode step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of
 them. A step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an
 encoder does; docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next
-one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md.
+one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. A step that samples
+has one more graph, which draws; edits of its logits come before. The encoder of source texts has graphs by the buckets
+of an encoder, which run on the same stream before the step.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ import torch
 from torch import Tensor
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
-from varlen.execution.cuda.graphs import CudaGraphs, Graphs, Replay, capture_each, on_host
+from varlen.execution.cuda.graphs import CudaGraphs, Replay, capture_each, on_host
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, Region
-from varlen.memory.device_copies import moved
+from varlen.memory.cuda_memory import moved
 from varlen.memory.usage import Dims, Size
-from varlen.program.program import PackedBatch, Program, Value
+from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.scheduling.batch import MAX_STEPS
 from varlen.scheduling.device_plan import Chosen
 from varlen_kernels.ops import kernels_for
@@ -91,11 +93,9 @@ class _Captured:
     """The graph of one bucket, and the memory that it reads and writes.
 
     Attributes:
-        dims: its dimensions.
         inputs: its inputs in each set of buffers, by name.
-        on_device: its inputs on the device, by name.
         input_bytes: bytes of the inputs that every batch brings.
-        replay: starts it.
+        draw: graph that draws the tokens of a step; None if nothing is drawn.
     """
 
     dims: Dims
@@ -103,29 +103,24 @@ class _Captured:
     on_device: Mapping[str, Tensor]
     input_bytes: int
     replay: Replay
+    draw: Replay | None
 
 
 class _GraphRunner:
-    """The graphs of one program, one for each size of batch.
-
-    Attributes:
-        program: the program.
-        arena: memory of its intermediates.
-        graph_use: cost of the graphs.
-    """
+    """The graphs of one program, one for each size of batch."""
 
     def __init__(
         self,
         program: Program,
         kernels: object,
         arena: Arena,
-        graphs: Graphs | None,
+        graphs: CudaGraphs | None,
         states: Mapping[str, Tensor],
     ) -> None:
         self.program = program
         self.arena = arena
         self._kernels, self._states = kernels, states
-        self._graphs = graphs or CudaGraphs(arena.device)
+        self.graphs = graphs or CudaGraphs(arena.device)
 
     def _capture_all(
         self,
@@ -143,7 +138,6 @@ class _GraphRunner:
             inputs: `[bytes]` uint8 on the device.
             declared: the inputs that lie there.
             results: memory on the device that the host reads.
-            sizes: sizes of the graphs.
             slots: batches that may be in flight.
             progress_lines: see `capture_each`.
         """
@@ -153,17 +147,17 @@ class _GraphRunner:
         ]
         with torch.inference_mode():
             self._captured, self.graph_use = capture_each(
-                self._graphs, sizes, self._capture, progress_lines=progress_lines
+                self.graphs, sizes, self._capture, progress_lines=progress_lines
             )
 
     def stream(self) -> AbstractContextManager[object]:
         """Return the context that makes the stream, and its device, current."""
-        return self._graphs.stream()
+        return self.graphs.stream()
 
     def close(self) -> None:
         """Release the graphs."""
         self._captured.clear()
-        self._graphs.close()
+        self.graphs.close()
 
     def _dims(self, bucket: Bucket) -> Dims:
         """Return the dimensions of a bucket."""
@@ -174,10 +168,10 @@ class _GraphRunner:
         raise NotImplementedError
 
     def _run_program(
-        self, dims: Dims, inputs: Mapping[str, Tensor], region: Region, out: Tensor
+        self, dims: Dims, inputs: Mapping[str, Tensor], region: Region, *out: Tensor
     ) -> None:
         batch = PackedBatch(inputs, dims)
-        self.program.run(batch, self._kernels, region, states=self._states, out=[out])
+        self.program.run(batch, self._kernels, region, states=self._states, out=out)
 
     def _capture(self, bucket: Bucket) -> _Captured:
         dims = self._dims(bucket)
@@ -190,14 +184,23 @@ class _GraphRunner:
         inputs = layout.views(self._device_inputs)
         if "slots" in inputs:
             inputs["slots"].fill_(NO_SLOT)
-        replay = self._graphs.capture(self._work(dims, dict(inputs), region))
+        draw = self._capture_draw(dims, inputs)
+        replay = self.graphs.capture(self._work(dims, dict(inputs), region))
         buffers = {
             each: {name: view.numpy() for name, view in layout.views(each.inputs).items()}
             for each in self._buffers
         }
         value, _, last = layout.parts[-1]
         num_bytes = last.start if value.name == _TABLES else layout.num_bytes
-        return _Captured(dims, buffers, inputs, num_bytes, replay)
+        return _Captured(dims, buffers, inputs, num_bytes, replay, draw)
+
+    def _capture_draw(
+        self,
+        dims: Dims,  # noqa: ARG002  # of steps
+        inputs: Mapping[str, Tensor],  # noqa: ARG002
+    ) -> Replay | None:
+        """Return the graph that draws tokens, if there are any."""
+        return None
 
 
 class CudaRunner(_GraphRunner):
@@ -207,7 +210,6 @@ class CudaRunner(_GraphRunner):
 
     Attributes:
         slots: batches that can be in flight; a launch beyond that waits.
-        input_names: inputs that a batch brings.
         buckets: sizes of the captured graphs.
     """
 
@@ -221,20 +223,21 @@ class CudaRunner(_GraphRunner):
         program: Program,
         kernels: object,
         arena: Arena,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
         *,
         max_batch_tokens: int | None = None,
+        states: Mapping[str, Tensor] = NO_STATES,
     ) -> None:
         """Capture a graph for every bucket.
 
         Args:
             program: the recorded forward pass.
             kernels: module with the functions that ops name.
-            arena: memory of the intermediates.
             graphs: captures graphs; None captures graphs of CUDA.
             max_batch_tokens: largest batch of several sequences; None is what the arena holds.
+            states: the states of the program, by name.
         """
-        super().__init__(program, kernels, arena, graphs, {})
+        super().__init__(program, kernels, arena, graphs, states)
         largest = arena.largest
         most = min(max_batch_tokens or arena.max_tokens, arena.max_tokens)
         self.buckets = Buckets(most, largest["sequences"], longest=arena.max_tokens)
@@ -309,16 +312,16 @@ class CudaRunner(_GraphRunner):
         The device has one set of inputs and outputs, since its work runs in order.
         """
         size = captured.input_bytes
-        with self._graphs.stream():
+        with self.graphs.stream():
             try:
-                self._graphs.copy(self._device_inputs[:size], buffers.inputs[:size])
+                self.graphs.copy(self._device_inputs[:size], buffers.inputs[:size])
                 captured.replay()
-                self._graphs.copy(buffers.results[0][:rows], self._output[:rows])
-                return self._graphs.record()
+                self.graphs.copy(buffers.results[0][:rows], self._output[:rows])
+                return self.graphs.record()
             except BaseException:
                 # a copy that was started still uses the buffers
                 with suppress(Exception):
-                    self._graphs.record()()
+                    self.graphs.record()()
                 raise
 
     def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
@@ -326,10 +329,10 @@ class CudaRunner(_GraphRunner):
         return lambda: self._run_program(dims, inputs, region, output)
 
     def _timed(self, replay: Replay) -> float:
-        with self._graphs.stream():
+        with self.graphs.stream():
             began = time.monotonic()
             replay()
-            self._graphs.record()()
+            self.graphs.record()()
             return time.monotonic() - began
 
     def _output_rows(self, dims: Dims) -> int:
@@ -337,7 +340,13 @@ class CudaRunner(_GraphRunner):
 
 
 class CudaSteps(_GraphRunner):
-    """Starts the steps of a decoder. Not for two threads at once."""
+    """Starts the steps of a decoder. Not for two threads at once.
+
+    Attributes:
+        on_host: `[logit rows, vocabulary]` fp32, where `run` leaves logits for the engine of another process, if any.
+    """
+
+    on_host: Tensor | None = None
 
     def __init__(
         self,
@@ -348,7 +357,7 @@ class CudaSteps(_GraphRunner):
         *,
         blocks_per_sequence: int,
         blocks_per_source: int = 0,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
         searches: DeviceSearches | None = None,
         edits: DeviceEdits | None = None,
         follow: Follow | None = None,
@@ -356,9 +365,7 @@ class CudaSteps(_GraphRunner):
         """Capture a graph for each size of step.
 
         Args:
-            program: the program of a step.
             kernels, arena, graphs: arguments of `CudaRunner`.
-            states: the tensor of each state, by name.
             blocks_per_sequence: blocks of the longest sequence.
             blocks_per_source: blocks of the longest source text.
             searches: takes the steps of searches; None if there are none.
@@ -400,17 +407,14 @@ class CudaSteps(_GraphRunner):
         )
         self._next_buffers = cycle(self._buffers)
 
-    def logits(self, step: PackedStep) -> Tensor:
-        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one.
-
-        Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
-        logits waits here. So the step after the next one may overwrite the inputs on the host.
-        """
-        self._start(step, next(self._next_buffers), {})
+    def run(self, step: PackedStep) -> Chosen:
+        """Run a step; return what is chosen here. Called in the context of `stream`."""
+        chosen = self.start(step)()
+        self.wait()
         rows = len(step.inputs["logit_rows"])
-        if not rows:
-            self.wait()
-        return self.last_logits(rows)
+        if self.on_host is not None and step.is_read:
+            self.on_host[:rows].copy_(self._logits[:rows])
+        return chosen
 
     def last_logits(self, rows: int) -> Tensor:
         """Return the logits of the step that was started last, `[rows, vocabulary]`."""
@@ -428,21 +432,21 @@ class CudaSteps(_GraphRunner):
             here = moved((step.beams, step.searches, begun), self._words.device)
         beams_here, searches_here, begun_here = here
         captured = self._start(step, buffers, beams_here)
-        if step.edits or "uniform" in step.draws:
-            self._draw(step, captured.on_device, rows, begun_here)
+        if rows and (step.edits or "uniform" in step.draws):
+            self._draw(step, captured, rows, begun_here)
         chosen_here, found_here = buffers.results
         if rows and step.draws:
-            self._graphs.copy(chosen_here[:rows], self._chosen[:rows])
+            self.graphs.copy(chosen_here[:rows], self._chosen[:rows])
         numbers = None
         if step.searches:
             assert self._searches is not None
             results = self._searches.advance(self._logits[:rows], step.searches, searches_here)
             numbers = found_here[: len(results)]
-            self._graphs.copy(numbers, results)
+            self.graphs.copy(numbers, results)
         if not step.draws and numbers is None:
             # the host waits for the logits
             return Chosen
-        wait = self._graphs.record()
+        wait = self.graphs.record()
 
         def chosen() -> Chosen:
             wait()
@@ -463,7 +467,7 @@ class CudaSteps(_GraphRunner):
 
     def wait(self) -> None:
         """Wait until everything that was started has run."""
-        self._graphs.record()()
+        self.graphs.record()()
 
     def graph(self, sequences: int) -> Replay:
         """Return what starts a decode step's graph, on the inputs of the last step."""
@@ -489,7 +493,7 @@ class CudaSteps(_GraphRunner):
         for name, input_name in _OF_ROWS.items() if step.edits else ():
             inputs[input_name][: len(step.edits[name])] = step.edits[name]
         num_bytes = captured.input_bytes + arrays[_TABLES].nbytes
-        self._graphs.copy(self._device_inputs[:num_bytes], buffers.inputs[:num_bytes])
+        self.graphs.copy(self._device_inputs[:num_bytes], buffers.inputs[:num_bytes])
         if beams:
             assert self._follow is not None
             self._follow(beams, captured.on_device)
@@ -499,31 +503,39 @@ class CudaSteps(_GraphRunner):
     def _draw(
         self,
         step: PackedStep,
-        on_device: Mapping[str, Tensor],
+        captured: _Captured,
         rows: int,
         begun: Mapping[str, Tensor],
     ) -> None:
         """Draw the tokens of the step that was started last.
 
         Args:
-            on_device: its inputs.
             rows: rows of its logits.
             begun: edit lists that the host sends.
         """
-        logits = self._logits[:rows]
         if step.edits:
             assert self._edits is not None
-            edited = slice(len(step.edits["rows"]))
+            edited, on_device = slice(len(step.edits["rows"])), captured.on_device
             self._edits.apply(
-                logits,
+                self._logits[:rows],
                 self._token_ids,
                 on_device["logit_rows"],
                 on_device[_EDITED_ROWS.name][edited],
                 on_device[_PENALTIES.name][edited],
                 **begun,
             )
-        limits = [on_device[value.name][:rows] for value in _DRAWS]
-        self._draws.sample_tokens(logits, *limits, out=self._chosen[:rows])
+        assert captured.draw is not None
+        captured.draw()
+
+    def _capture_draw(self, dims: Dims, inputs: Mapping[str, Tensor]) -> Replay:
+        rows = dims["logit_rows"]
+        limits = [inputs[value.name] for value in _DRAWS]
+
+        def work() -> None:
+            # rows of no sequence get tokens that nothing reads
+            self._draws.sample_tokens(self._logits[:rows], *limits, out=self._chosen[:rows])
+
+        return self.graphs.capture(work)
 
     def _bucket(self, tokens: int, sequences: int) -> Bucket:
         if tokens <= sequences:
@@ -556,27 +568,114 @@ class CudaSteps(_GraphRunner):
         return work
 
 
-class OpsOnDevice:
-    """Runs a program op by op: the encoder of source texts."""
+class CudaSources(_GraphRunner):
+    """Starts the encoder of source texts. Not for two threads at once.
+
+    Keys and values go into the caches of the decoder.
+    """
 
     def __init__(
-        self, program: Program, kernels: object, arena: Arena, states: Mapping[str, Tensor]
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        states: Mapping[str, Tensor],
+        graphs: CudaGraphs | None = None,
     ) -> None:
-        self._program, self._kernels = program, kernels
-        self._arena, self._states = arena, states
+        """Capture a graph for every bucket.
 
-    def run(self, arrays: Arrays, dims: Dims, out: Sequence[Tensor]) -> None:
-        """Start a batch whose outputs go to `out`, without waiting for it."""
-        inputs = {name: self._moved(array) for name, array in arrays.items()}
-        region = self._arena.allocate(dims)
-        batch = PackedBatch(inputs, dims)
-        self._program.run(batch, self._kernels, region, states=self._states, out=out)
+        Args:
+            kernels, arena: arguments of `CudaRunner`.
+            graphs: the graphs of the steps, whose work follows in the same order.
+        """
+        super().__init__(program, kernels, arena, graphs, states)
+        largest = arena.largest
+        self._buckets = Buckets(largest["tokens"], largest["sequences"])
+        size = InputLayout.of(program.inputs, largest).num_bytes
+        inputs = torch.zeros(size, dtype=torch.uint8, device=arena.device)
+        self._capture_all(inputs, program.inputs, [], list(self._buckets), slots=MAX_STEPS)
+        self._next_buffers = cycle(self._buffers)
 
-    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        # torch keeps pinned memory until the copy has run
-        return pinned.to(self._arena.device, non_blocking=True)
+    def start(self, arrays: Arrays, dims: Dims) -> None:
+        """Start a batch, without waiting for it.
+
+        Called in the context of `stream`, for at most two steps before the first one has run.
+        """
+        captured = self._captured[self._buckets.smallest(dims["tokens"], dims["sequences"])]
+        buffers = next(self._next_buffers)
+        # the graph writes to this region
+        self.arena.allocate(captured.dims)
+        fill_inputs(captured.inputs[buffers], arrays)
+        num_bytes = captured.input_bytes
+        self.graphs.copy(self._device_inputs[:num_bytes], buffers.inputs[:num_bytes])
+        captured.replay()
+
+    def _dims(self, bucket: Bucket) -> Dims:
+        return {"tokens": bucket.tokens, "sequences": bucket.sequences, "logit_rows": 0}
+
+    def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
+        return lambda: self._run_program(dims, inputs, region)
+
+
+class OpsOnDevice:
+    """Runs padded batches op by op: each has shapes of its own.
+
+    Any thread may call `launch` and the function that it returns.
+
+    Attributes:
+        slots: batches that can be in flight.
+    """
+
+    slots = 2
+    longest_first = False
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        graphs: CudaGraphs,
+        *,
+        states: Mapping[str, Tensor] = NO_STATES,
+    ) -> None:
+        """Use a program.
+
+        Args:
+            kernels, arena, states: arguments of `CudaRunner`.
+            graphs: has the stream.
+        """
+        self.program, self._kernels = program, kernels
+        self.input_names = [value.name for value in program.inputs]
+        self._arena, self._states, self._graphs = arena, states, graphs
+        # batches are started one at a time, each as a whole
+        self._launching = Lock()
+
+    @torch.inference_mode()
+    def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
+        """Start a batch and return a function that waits for its output on the host."""
+        device = self._arena.device
+        with self._launching, self._graphs.stream():
+            inputs = {}
+            for name, array in arrays.items():
+                here = torch.from_numpy(array)
+                pinned = torch.empty_like(here, pin_memory=True).copy_(here)
+                # torch keeps pinned memory until the copy has run
+                inputs[name] = pinned.to(device, non_blocking=True)
+            batch, region = PackedBatch(inputs, dims), self._arena.allocate(dims)
+            (output,) = self.program.run(batch, self._kernels, region, states=self._states)
+            answer = on_host(output)
+            self._graphs.copy(answer, output)
+            wait = self._graphs.record()
+
+        def answers() -> Tensor:
+            wait()
+            return answer
+
+        return answers
+
+    def close(self) -> None:
+        """Release the stream."""
+        self._graphs.close()
 
 
 # Input of the GPU for each array of edits that has rows; others are lists that begin.

@@ -64,11 +64,7 @@ def with_timeout(executor: ModelExecutor, seconds: float) -> ModelExecutor:
 
 
 class TimedExecutor:
-    """Fails the batches in flight if none of them ends in time.
-
-    Attributes:
-        slots: batches that may be in flight.
-    """
+    """Fails the batches in flight if none of them ends in time."""
 
     def __init__(self, executor: ModelExecutor, seconds: float) -> None:
         """Start the thread that checks.

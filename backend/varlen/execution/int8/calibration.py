@@ -59,7 +59,6 @@ class Calibration:
     Attributes:
         checkpoint: hash of the checkpoint's architecture, see `fingerprint.checkpoint_hash`.
         weights: hash of the weights, see `weights_hash`.
-        bits: number of bits of a code of a weight.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the model, in the order in which its programs have them.
         quality: quality of the whole model.

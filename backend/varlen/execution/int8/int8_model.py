@@ -85,7 +85,6 @@ class CalibratedModel(Protocol[_Answer]):
         Args:
             programs: its programs, or their form in int8.
             kernels: the functions that ops name.
-            prompts: one or more prompts.
         """
 
     def compare(
@@ -106,7 +105,6 @@ def to_int8(
         model: the model that they were recorded from, in fp32 on the CPU.
         programs: programs of its layers, perhaps with others.
         cache: folder of measured calibrations; None measures at each load.
-        bits: number of bits of a code of a weight.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
@@ -125,6 +123,8 @@ def to_int8(
         calibration.quality,
         source,
     )
+    if any(op.kernel == "linear_groups" for program in programs for op in program.ops):
+        _log.warning("int%d: the products of experts stay in fp32", bits)
     if not calibration.quality.is_high:
         _log.warning(
             "int%d changes the answers of this checkpoint: %s; use fp32 or bf16 where that matters",
@@ -146,7 +146,6 @@ def calibrate(
     Args:
         model: model in fp32 on the CPU.
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
-        bits: number of bits of a code of a weight.
         on_progress: function to call after each text and each layer.
     """
     known, random = _token_ids(model, texts), _random_ids(model)
@@ -278,7 +277,6 @@ def _stored(
 
     Args:
         hashes: its architecture and its weights.
-        bits: number of bits of a code of a weight.
 
     Raises:
         CheckpointError: it is damaged.

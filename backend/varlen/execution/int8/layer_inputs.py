@@ -64,7 +64,6 @@ def choose_codes(
     Args:
         programs: programs in fp32 on the CPU.
         run: runs them over texts.
-        bits: number of bits of a code.
         on_progress: function to call after each layer.
     """
     weights = linear_weights(programs)

@@ -19,7 +19,6 @@ class VectorQuality:
     """How close int8 vectors are to fp32 vectors of the same texts.
 
     Attributes:
-        texts: number of texts.
         cosine_mean, cosine_min: cosine of the two vectors of a text.
         spearman: rank correlation of the similarities of all pairs of texts.
     """
@@ -56,7 +55,6 @@ class LogitQuality:
     """How close int8 logits are to fp32 logits of the same tokens.
 
     Attributes:
-        texts: number of texts.
         tokens: number of their tokens.
         kl_mean: Kullback-Leibler divergence of the int8 probabilities from fp32, in nats.
         same_best: part of the tokens with the same most probable next token.

@@ -82,7 +82,6 @@ def quantize_layers(
 
     Args:
         programs: programs with these layers in fp32 on the CPU.
-        bits: number of bits of a code.
     """
     product, layers = product_of(bits), linear_weights(programs)
     return {

@@ -36,7 +36,6 @@ def rounded_codes(
         outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
         grams: sums over tokens of the products of two columns of the input: a matrix for every `TOGETHER` columns.
             Columns whose sums are not finite get the nearest codes.
-        bits: number of bits of a code.
     """
     is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
     scale, codes = nearest_codes(weight, outliers, bits)
@@ -69,7 +68,6 @@ def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) 
         weight: `[hidden, features]` fp32.
         scale: `[features]` fp32.
         sizes: `[hidden]`, mean squares of the columns of the input, in any unit.
-        bits: number of bits of a code.
     """
     largest = largest_code(bits)
     candidates = [scale * factor for factor in _SCALES]
@@ -104,7 +102,6 @@ def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) ->
         weight: `[hidden, features]` fp32.
         scale: `[features]` fp32.
         feedback: `[hidden, hidden]` fp32.
-        bits: number of bits of a code.
     """
     hidden, largest = len(weight), largest_code(bits)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -32,12 +32,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from varlen.config import EngineConfig
-from varlen.errors import EngineError, VarlenError
+from varlen.errors import AdapterFaultError, EngineError, VarlenError
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import (
     MAX_MESSAGE,
     Answers,
+    Array,
+    Problem,
     receive_control,
     send_answers,
     send_control,
@@ -225,15 +227,20 @@ def answer_orders(
 
 
 def _answers(work: Work[_Order, _Part], order: _Order, part: Callable[[], _Part]) -> Answers:
+    rows: Sequence[Array] = ()
+    problem: Problem | None = None
+    trace = adapter = ""
     try:
         rows = work.run(order, part)
     except MemoryError:
-        return Answers((), work.runner.use(), "memory")
+        problem = "memory"
     except SkippedStepError:
-        return Answers((), work.runner.use(), "skipped")
+        problem = "skipped"
+    except AdapterFaultError as error:
+        problem, trace, adapter = "adapter", str(error), error.adapter
     except Exception:
-        return Answers((), work.runner.use(), "error", traceback.format_exc())
-    return Answers(rows, work.runner.use())
+        problem, trace = "error", traceback.format_exc()
+    return Answers(rows, work.runner.use(), problem, trace, adapter, work.runner.new_swaps())
 
 
 def _error(error: VarlenError) -> dict[str, object]:

@@ -4,8 +4,9 @@ The leader starts the others, decides for all, and sends them their work. None c
 them has keys and values that no other one has. So if one is lost, the leader ends, the others with it, and the engine
 starts all of them again.
 
-Their links are of two kinds. Ranks run at the same time, and meet in memory of all. A stage runs after the one before
-it: between two stages are memory for what one hands to the other, and a connection that says when it is there.
+Their links are of three kinds. Ranks run at the same time, and meet in memory of all, or on GPUs in a group of
+torch.distributed. A stage runs after the one before it: between two stages are memory for what one hands to the other,
+and a connection that says when it is there.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from varlen.config import EngineConfig
-from varlen.errors import EngineError, VarlenError
+from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
+from varlen.execution.fingerprint import device_name
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
@@ -59,7 +61,6 @@ class RankLinks:
 
     Attributes:
         rank: index of this process among the ranks.
-        states: memory that all ranks share.
     """
 
     stage = NO_STAGES
@@ -68,6 +69,7 @@ class RankLinks:
     def __init__(self, config: EngineConfig, number: int, memory: int) -> None:
         """Map the memory of a file descriptor; see `varlen_kernels.reference.rank_memory`."""
         self.rank = Rank(number, config.tensor_parallel)
+        os.ftruncate(memory, 8 * rank_words(config.tensor_parallel))
         self._memory = torch.frombuffer(map_shared(memory), dtype=torch.int64)
         os.close(memory)
         self.states: Mapping[str, Tensor] = {RANKS: self._memory}
@@ -76,7 +78,7 @@ class RankLinks:
     @classmethod
     def new(cls, config: EngineConfig) -> tuple[RankLinks, list[list[int]]]:
         """Return the leader's links, and the file descriptors of each other rank."""
-        memory = new_shared(8 * rank_words(config.tensor_parallel))
+        memory = new_shared(0)
         others = [[os.dup(memory)] for _ in range(1, config.tensor_parallel)]
         return cls(config, 0, memory), others
 
@@ -100,6 +102,51 @@ class RankLinks:
         yield
         if not self.rank.number and (late := failed_rank(self._memory)) is not None:
             raise LateError(late)
+
+
+class GpuLinks(RankLinks):
+    """The links of a rank that has a GPU: a group of torch.distributed.
+
+    That a rank hangs, the engine notices by the time of the leader.
+    """
+
+    def __init__(self, config: EngineConfig, number: int, file: int) -> None:
+        """Keep the file in which the ranks find each other."""
+        self.rank = Rank(number, config.tensor_parallel)
+        # no op reads the state
+        self.states = {RANKS: torch.empty(0, dtype=torch.int64)}
+        self._file = file
+
+    def connect(self, gpu: int) -> None:
+        """Join the group, once all ranks have started.
+
+        Raises:
+            ConfigError: the GPU is another model than the one of rank 0.
+        """
+        # all ranks are on one machine
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        device, (number, size) = torch.device("cuda", gpu), (self.rank.number, self.rank.size)
+        torch.cuda.set_device(device)
+        path = f"/proc/self/fd/{self._file}"
+        store = distributed.FileStore(path, size)  # type: ignore[attr-defined]
+        store.set(f"gpu {number}", device_name(device))
+        own, first = (store.get(f"gpu {each}").decode() for each in (number, 0))
+        if own != first:
+            raise ConfigError(
+                f"tensor_parallel is {size}; GPU {gpu} is {own}, and the one of rank 0 is {first}:"
+                " allowed are GPUs of one model"
+            )
+        distributed.init_process_group(
+            "nccl", store=store, rank=number, world_size=size, device_id=device
+        )
+
+    def limit_waits(self) -> None:
+        """Do nothing: the engine limits the time of a step."""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Return the context in which this rank runs."""
+        yield
 
 
 class StageLinks:
@@ -152,16 +199,27 @@ class StageLinks:
 
         Raises:
             LateError: the one before did not come in time.
-            EOFError, OSError: it has ended.
+            AdapterFaultError: this stage or one before it cannot read an adapter, so the stages behind it run nothing.
+            EOFError, OSError: the one before has ended.
         """
+        fault: AdapterFaultError | None = None
         if self._before is not None:
             if not self._before.poll(self._longest_wait):
                 raise LateError(self.stage.number - 1)
-            self._before.recv_bytes()
+            if message := self._before.recv_bytes():
+                fault = AdapterFaultError(*json.loads(message))
         self.handoffs.next()
-        yield
+        try:
+            if fault is not None:
+                raise fault
+            yield
+        except AdapterFaultError as error:
+            fault = error
         if self._behind is not None:
-            self._behind.send_bytes(b"")
+            message = b"" if fault is None else json.dumps([fault.adapter, str(fault)]).encode()
+            self._behind.send_bytes(message)
+        if fault is not None:
+            raise fault
 
 
 Links: TypeAlias = RankLinks | StageLinks
@@ -169,7 +227,9 @@ Links: TypeAlias = RankLinks | StageLinks
 
 def links_of(config: EngineConfig) -> type[RankLinks] | type[StageLinks]:
     """Return the kind of links of a model that several processes hold."""
-    return RankLinks if config.tensor_parallel > 1 else StageLinks
+    if config.tensor_parallel == 1:
+        return StageLinks
+    return GpuLinks if config.device == "cuda" else RankLinks
 
 
 class _Linked:
@@ -180,6 +240,10 @@ class _Linked:
         self._links = links
         self.rank, self.states = links.rank, links.states
         self.stage, self.handoffs = links.stage, links.handoffs
+
+    def _connect(self, setup: Setup) -> None:
+        if isinstance(self._links, GpuLinks):
+            self._links.connect(setup.gpu)
 
 
 class Leader(_Linked):
@@ -217,6 +281,7 @@ class Leader(_Linked):
                 os.close(descriptor)
         self._watcher = Thread(target=self._watch, name="varlen-watcher", daemon=True)
         self._watcher.start()
+        self._connect(setup)
 
     def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
         """Return what this process decides, and tell the others."""
@@ -229,6 +294,19 @@ class Leader(_Linked):
         except (EOFError, OSError):
             self._end_with_watcher()
         return value
+
+    def fault_of_ranks(self, fault: str, /) -> str:
+        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
+        if self.stage.count > 1:
+            return fault
+        try:
+            others = [connection.recv_bytes().decode() for connection in self._connections]
+            found = next(filter(None, (fault, *others)), "")
+            for connection in self._connections:
+                connection.send_bytes(found.encode())
+        except (EOFError, OSError):
+            self._end_with_watcher()
+        return found
 
     def finish_load(self) -> None:
         """Wait until all have loaded. From now on, none may keep others waiting."""
@@ -251,6 +329,9 @@ class Leader(_Linked):
             with self._links.turn():
                 try:
                     yield
+                except AdapterFaultError:
+                    # none of them has run the work
+                    raise
                 except BaseException:
                     # the others wait for this one, or have keys and values of this work, whatever it was
                     _log.exception("the leader failed")
@@ -322,17 +403,15 @@ class Leader(_Linked):
 
 
 class Member(_Linked):
-    """A process that does not lead.
-
-    Attributes:
-        connection: connection to the leader.
-    """
+    """A process that does not lead."""
 
     def __init__(self, setup: Setup) -> None:
         """Take the connection to the leader, then the descriptors of the links."""
         assert setup.number is not None
         connection, *descriptors = setup.descriptors
-        super().__init__(setup, links_of(setup.config)(setup.config, setup.number, *descriptors))
+        links = links_of(setup.config)(setup.config, setup.number, *descriptors)
+        super().__init__(setup, links)
+        self._connect(setup)
         self.connection = Connection(connection)
 
     def agree(self, _: Callable[[], _T], meanwhile: Callable[[], None] | None = None, /) -> _T:
@@ -344,8 +423,17 @@ class Member(_Linked):
         value: _T = json.loads(self.connection.recv_bytes())
         return value
 
+    def fault_of_ranks(self, fault: str, /) -> str:
+        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
+        if self.stage.count > 1:
+            return fault
+        self.connection.send_bytes(fault.encode())
+        return self.connection.recv_bytes().decode()
+
     def follow(self, run: Callable[[bytes], object]) -> None:
         """Run the work of the leader's next message.
+
+        Nothing runs if an adapter of it cannot be read.
 
         Raises:
             EOFError, BrokenPipeError: the leader has ended, or the stage behind.
@@ -353,7 +441,8 @@ class Member(_Linked):
         message = self.connection.recv_bytes()
         if message == _LOADED:
             self._links.limit_waits()
-        else:
+            return
+        with suppress(AdapterFaultError):
             run(message)
 
     @contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.memory.memory_use import MemoryUse
+from varlen.memory.memory_use import MemoryUse, Swap
 from varlen.request.request import PAYLOADS, Prompt, RequestOptions
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _DTYPES = {
 }
 
 Array: TypeAlias = npt.NDArray[Any]
-Problem: TypeAlias = Literal["memory", "error", "skipped"]
+Problem: TypeAlias = Literal["memory", "error", "skipped", "adapter"]
 
 
 def send_control(
@@ -93,7 +93,8 @@ def batch_message(prompts: Sequence[Prompt], options: Sequence[RequestOptions]) 
         payload = prompt.payload
         found = prompt.token_ids, prompt.type_ids, payload.tokens
         has = [array is not None for array in found]
-        rows.append((each.normalize, PAYLOADS.index(type(payload)), payload.count, has))
+        kind = PAYLOADS.index(type(payload))
+        rows.append((each.normalize, each.outputs, each.adapter, kind, payload.count, has))
         arrays += [array for array in found if array is not None]
     return message_of(rows, arrays)
 
@@ -102,11 +103,15 @@ def batch_of(message: bytes) -> tuple[list[Prompt], list[RequestOptions]]:
     """Return the batch of a message."""
     rows, found = content_of(message)
     arrays, prompts = iter(found), []
-    for _, kind, count, has in rows:
+    for *_, kind, count, has in rows:
         token_ids, type_ids, tokens = (next(arrays) if is_there else None for is_there in has)
         assert token_ids is not None
         prompts.append(Prompt(token_ids, type_ids, PAYLOADS[kind](tokens, count)))
-    return prompts, [RequestOptions(normalize=normalize) for normalize, *_ in rows]
+    options = [
+        RequestOptions(normalize=normalize, outputs=tuple(outputs), adapter=adapter)
+        for normalize, outputs, adapter, *_ in rows
+    ]
+    return prompts, options
 
 
 def step_message(step: PackedStep | None) -> bytes:
@@ -162,20 +167,30 @@ class Answers:
 
     Attributes:
         rows: the answer of each sequence, in the order of the batch, or what a step has chosen; empty after a problem.
-        use: memory use of the worker.
-        problem: reason why there are no answers: too little memory, an exception, or a step before that failed.
-        trace: traceback of that exception, for the log.
+        problem: reason why there are no answers: too little memory, an exception, a step before that failed, or an
+            adapter that cannot be read.
+        trace: traceback of that exception, for the log, or what is wrong with the adapter.
+        adapter: name of the adapter.
+        swaps: adapters that the worker has exchanged since the last answers.
     """
 
     rows: Sequence[Array]
     use: MemoryUse
     problem: Problem | None = None
     trace: str = ""
+    adapter: str = ""
+    swaps: Sequence[Swap] = ()
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:
     """Send the answers to the work that was received last."""
-    values = answers.use.values(), answers.problem, answers.trace
+    values = (
+        answers.use.values(),
+        answers.problem,
+        answers.trace,
+        answers.adapter,
+        answers.swaps,
+    )
     connection.send_bytes(message_of(values, answers.rows))
 
 
@@ -185,5 +200,5 @@ def receive_answers(connection: Connection) -> Answers:
     Raises:
         EOFError, OSError: the worker has ended.
     """
-    (use, problem, trace), rows = content_of(connection.recv_bytes())
-    return Answers(rows, MemoryUse(*use), problem, trace)
+    (use, *problem), rows = content_of(connection.recv_bytes())
+    return Answers(rows, MemoryUse(*use), *problem)

@@ -75,6 +75,11 @@ class Setup:
         """Its number among the ranks or stages; None if it leads."""
         return self.fields.get("number")
 
+    @property
+    def gpu(self) -> int:
+        """Number of its GPU, if it has one."""
+        return int(self.fields["gpu"]) + (self.number or 0)
+
 
 class ControlledProcess:
     """A process of a model and its control socket. Not for two threads.
@@ -242,7 +247,6 @@ class ModelProcess:
     Any thread may call `connect`.
 
     Attributes:
-        info: model facts for the engine.
         share: tells workers whether their batch runs alone.
         restarts: limit of starts after the first; None is no limit.
         is_lost: whether the process has ended and no other one has started.
@@ -255,14 +259,14 @@ class ModelProcess:
         *,
         generates: bool,
         restarts: RestartLimit | None = None,
+        gpu: int = 0,
     ) -> None:
         """Start the process and load the model.
 
         Args:
-            folder: folder of the checkpoint.
-            config: the settings; the device is a CPU.
+            config: the settings; the device is "cpu", or "cuda" of ranks.
             generates: whether the model generates.
-            restarts: see the class.
+            gpu: number of the GPU of rank 0.
 
         Raises:
             CheckpointError, ConfigError: the checkpoint or a setting is refused.
@@ -274,7 +278,7 @@ class ModelProcess:
         self._lock = Lock()
         self._folder = folder
         self._files = _files(folder)
-        self._generates = generates
+        self._generates, self._gpu = generates, gpu
         self.info = self._load()
         # after the load, which may be refused
         self.share = CoreShare()
@@ -289,7 +293,6 @@ class ModelProcess:
 
         Args:
             ended: process id of the worker that it replaces.
-            reason: reason of its end, if it is known.
 
         Raises:
             ModelFaultError: the process has ended too often.
@@ -344,12 +347,21 @@ class ModelProcess:
             "folder": str(self._folder),
             "config": asdict(self.config),
             "generates": self._generates,
+            "gpu": self._gpu,
             "log_level": self.config.log_level.upper(),
         }
         try:
             self._process.send(setup)
             message, _ = self._process.receive()
-            return ModelInfo(**message["model"])
+            facts = message["model"]
+            # JSON has no tuples
+            return ModelInfo(
+                **facts
+                | {
+                    "outputs": tuple(facts["outputs"]),
+                    "adapters": tuple((name, reason) for name, reason in facts["adapters"]),
+                }
+            )
         except (EOFError, OSError):
             self._process.end()
             raise EngineError(ENDED) from None

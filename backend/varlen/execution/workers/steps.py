@@ -28,7 +28,7 @@ from varlen.execution.workers.messages import Array, step_message
 from varlen.execution.workers.process import ModelProcess, RestartLimit
 from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.arena import memory_errors
-from varlen.memory.memory_use import MemoryUse
+from varlen.memory.memory_use import AdapterUse, MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array
 from varlen.scheduling.batch import MAX_STEPS, Batch
@@ -48,17 +48,17 @@ _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
 class StepModel(Launcher, Protocol):
-    """A loaded model that generates.
-
-    Attributes:
-        graph_use: cost of its CUDA graphs.
-    """
+    """A loaded model that generates."""
 
     graph_use: GraphUse
 
     @property
     def info(self) -> ModelInfo:
         """Model facts for the engine."""
+
+    @property
+    def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Adapters in memory, if they are counted."""
 
     def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""
@@ -79,10 +79,9 @@ def load_step_model(
     """Return a model that generates, warmed up.
 
     Args:
-        chooser: chooses tokens from logits on the device of the settings.
+        chooser: chooses tokens from logits on the device of the settings, or of ranks on a CPU.
         stats: counts processes that had to be started again.
-        gpu: number of the GPU, if the model runs on one.
-        isolated: whether a model on a CPU has a process of its own.
+        isolated: whether a model on a CPU, and each rank, has a process of its own.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -90,11 +89,10 @@ def load_step_model(
     """
     device = choose_device(config.device, gpu)
     check_ranks(config, device, isolated=isolated)
-    if device.type == "cpu" and isolated:
+    if isolated and (device.type == "cpu" or config.num_processes > 1):
         limit = RestartLimit(_MAX_RESTARTS, _RESTART_SECONDS)
-        host = ModelProcess(
-            checkpoint.folder, replace(config, device="cpu"), generates=True, restarts=limit
-        )
+        config = replace(config, device="cpu" if device.type == "cpu" else "cuda")
+        host = ModelProcess(checkpoint.folder, config, generates=True, restarts=limit, gpu=gpu)
         model = ProcessSteps(host, chooser, stats)
         try:
             warm_up_chooser(chooser, host.info)
@@ -138,6 +136,7 @@ class ProcessSteps:
         # whether steps in flight have different sequences, as in a pipeline
         self._runs_apart = stages > 1
         self.slots = stages if self._runs_apart else MAX_STEPS
+        self._adapters = {name: number for number, (name, _) in enumerate(host.info.adapters)}
         # slots of logits in the process, and the slot of the last step
         self._slots, self._slot = stages, 0
         self._launcher = StepLauncher(self, chooser, runs_apart=self._runs_apart)
@@ -182,7 +181,7 @@ class ProcessSteps:
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
         """Return a step as the process takes it; see `StepDevice`."""
-        return pack_step(step, self.info.block_size, plan)
+        return pack_step(step, self.info.block_size, plan, self._adapters)
 
     def may_queue(self, packed: PackedStep) -> bool:
         """Return whether a step can be sent while the process runs another one."""
@@ -227,6 +226,11 @@ class ProcessSteps:
     def use(self) -> MemoryUse:
         """Return the memory use after the last step. From any thread."""
         return self._worker.use()
+
+    @property
+    def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Adapters in the memory of the process."""
+        return self._worker.adapter_uses
 
     def close(self) -> None:
         """End the process."""

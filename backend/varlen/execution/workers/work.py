@@ -17,16 +17,17 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from varlen.execution.cpu.runner import CpuSteps
+from varlen.execution.cpu.runner import CpuSteps, map_logits
 from varlen.execution.device import cores_of_rank, usable_cores
 from varlen.execution.executor import StepOrder, outcome_of
 from varlen.execution.packing import PackedStep, part_of_step
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
-from varlen.execution.warm_up import warm_up, warm_up_draws
+from varlen.execution.warm_up import check_numbers, warm_up, warm_up_draws
 from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
 from varlen.execution.workers.process import Setup
+from varlen.memory.shared import new_shared
 from varlen.request.request import Int32Array, Prompt, RequestOptions
 
 _Order = TypeVar("_Order")
@@ -78,9 +79,15 @@ class BatchWork(Work[_Batch, _Batch]):
         workers = (config.threads or usable_cores()) if self.is_forked else 1
         torch.set_num_threads(1 if self.is_forked else cores_of_rank(config))
         self.runner = Runner(
-            setup.open_checkpoint(), config, workers=workers, measures=True, link=link or NO_OTHERS
+            setup.open_checkpoint(),
+            config,
+            gpu=setup.gpu,
+            workers=workers,
+            measures=True,
+            link=link or NO_OTHERS,
         )
-        self.runner.compile_products()
+        if self.runner.device.type == "cpu":
+            self.runner.compile_products()
 
     @staticmethod
     def message_of(batch: _Batch) -> bytes:
@@ -88,8 +95,10 @@ class BatchWork(Work[_Batch, _Batch]):
         return batch_message(*batch)
 
     def warm_up(self) -> None:
-        """Run the smallest batch."""
+        """Run the smallest batch, and on a GPU the largest ones of each kind."""
         self.runner.check()
+        if self.runner.device.type == "cuda" and not self.runner.info.is_padded:
+            check_numbers(self.runner)
 
     def prepare(self, batch: _Batch) -> _Batch:
         """Return the batch."""
@@ -111,7 +120,11 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
         torch.set_num_threads(cores_of_rank(setup.config))
         # the engine chooses what the process does not
         self.runner = Runner(
-            setup.open_checkpoint(), setup.config, NoChooser(), link=link or NO_OTHERS
+            setup.open_checkpoint(),
+            setup.config,
+            NoChooser(),
+            gpu=setup.gpu,
+            link=link or NO_OTHERS,
         )
         self._decoder = self.runner.decoder
         self._order = StepOrder()
@@ -132,8 +145,13 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
 
     def share(self) -> Sequence[int]:
         """Return the memory of the logits."""
-        assert isinstance(self._decoder.steps, CpuSteps)
-        return (self._decoder.steps.share_logits(),)
+        steps = self._decoder.steps
+        if isinstance(steps, CpuSteps):
+            return (steps.share_logits(),)
+        info = self.runner.info
+        descriptor = new_shared(torch.float32.itemsize * info.max_logit_rows * info.vocab_size)
+        (steps.on_host,) = map_logits(descriptor, 1, info.max_logit_rows, info.vocab_size)
+        return (descriptor,)
 
     def prepare(self, step: PackedStep | None) -> PackedStep | None:
         """Return a step with what ranks or stages need of it."""

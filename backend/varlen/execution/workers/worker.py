@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from threading import Lock
 
 from varlen.config import EngineConfig
-from varlen.errors import EngineError
+from varlen.errors import AdapterFaultError, EngineError
 from varlen.execution.executor import SkippedStepError, WorkerEndedError, raising
 from varlen.execution.workers.messages import Array, batch_message, receive_answers
 from varlen.execution.workers.process import ENDED, ModelProcess, longest_wait
-from varlen.memory.memory_use import MemoryUse
+from varlen.memory.memory_use import AdapterUse, MemoryUse
 from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT
 from varlen.scheduling.batch import Batch
 
@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 # A batch that has ended two workers is likely to end the next one too.
 _ATTEMPTS = 2
+# Bytes that a socket takes even if the worker reads nothing: the engine's thread sends no more.
+_MOST_AT_ONCE = 1 << 17
 # Ranks of a model wait for each other, so a lost one has to be noticed soon.
 _RANK_SECONDS, _RANK_FACTOR = 2.0, 10.0
 
@@ -66,11 +68,14 @@ class WorkerConnection:
 
     Attributes:
         pid: id of the process.
+        adapters: adapters in its memory.
     """
 
-    def __init__(self, connection: Connection, pid: int, hung_after: HungAfter) -> None:
-        """Take a connection."""
-        self._hung_after = hung_after
+    def __init__(
+        self, connection: Connection, pid: int, hung_after: HungAfter, num_adapters: int = 0
+    ) -> None:
+        """Take a connection to a worker of a model with `num_adapters` adapters."""
+        self._hung_after, self.adapters = hung_after, AdapterUse(num_adapters)
         self._take(connection, pid)
         self._use = MemoryUse()
         # totals of the workers before it
@@ -79,6 +84,7 @@ class WorkerConnection:
     def replace(self, connection: Connection, pid: int) -> None:
         """Connect to the worker that replaces one that has ended; totals go on."""
         self._earlier = self._use
+        self.adapters.forget()
         self._connection.close()
         self._take(connection, pid)
 
@@ -116,6 +122,7 @@ class WorkerConnection:
             WorkerEndedError: the process has ended, or hung and was ended.
             MemoryError: the worker has too little memory.
             SkippedStepError: the step before failed.
+            AdapterFaultError: an adapter of the work cannot be read.
             EngineError: the work failed.
         """
         reason = ""
@@ -138,10 +145,14 @@ class WorkerConnection:
             self._connection.close()
             raise
         self._count(answers.use)
+        if answers.swaps:
+            self.adapters.record(answers.swaps)
         if answers.problem == "memory":
             raise MemoryError("too little memory in a worker process")
         if answers.problem == "skipped":
             raise SkippedStepError
+        if answers.problem == "adapter":
+            raise AdapterFaultError(answers.adapter, answers.trace)
         if answers.problem:
             raise EngineError(f"a worker process failed:\n{answers.trace}")
         return answers.rows
@@ -203,7 +214,6 @@ class WorkerProcess:
     another one ask for its answers.
 
     Attributes:
-        slots: batches that may be in flight.
         descriptors: file descriptors that the worker shares.
     """
 
@@ -228,7 +238,9 @@ class WorkerProcess:
         self._has_state = has_state
         self.slots = slots
         connection, pid, self.descriptors = host.connect()
-        self._worker = WorkerConnection(connection, pid, hung_after(host.config))
+        self._worker = WorkerConnection(
+            connection, pid, hung_after(host.config), len(host.info.adapters)
+        )
         self._in_flight: deque[_Sent] = deque()
         self._sending = Lock()
 
@@ -244,7 +256,7 @@ class WorkerProcess:
     def launch(self, message: bytes, *, seconds: float = 0.0) -> Callable[[], Sequence[Array]]:
         """Send work; return a function that waits for its answers.
 
-        The function raises:
+        The function sends a large message, for which a worker that hangs would let this thread wait. It raises:
             MemoryError: the worker has too little memory.
             SkippedStepError, WorkerEndedError: a step before it failed, or was lost with the worker.
             EngineError: the work failed, or ended two workers.
@@ -255,7 +267,7 @@ class WorkerProcess:
         sent = _Sent(message, seconds)
         with self._sending:
             # after a worker has ended, each batch runs alone until none is left that may have ended it
-            if all(each.is_sent for each in self._in_flight):
+            if len(message) <= _MOST_AT_ONCE and all(each.is_sent for each in self._in_flight):
                 self._send(sent)
             self._in_flight.append(sent)
         return partial(self._answers, sent)
@@ -338,6 +350,11 @@ class WorkerProcess:
     def use(self) -> MemoryUse:
         """Return the memory use after the last batch. From any thread."""
         return self._worker.use()
+
+    @property
+    def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Adapters in the memory of the worker."""
+        return (self._worker.adapters,)
 
     def close(self) -> None:
         """End the worker."""

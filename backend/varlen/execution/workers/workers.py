@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from varlen.config import EngineConfig
+from varlen.config import Device, EngineConfig
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import (
     Launcher,
@@ -21,13 +21,17 @@ from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.thread_executor import CoreShare, ThreadExecutor
 from varlen.execution.workers.process import ModelProcess, excludes_gpu
 from varlen.execution.workers.worker import WorkerProcess
-from varlen.memory.memory_use import MemoryUse
+from varlen.memory.memory_use import AdapterUse, MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 
 class Worker(Launcher, Protocol):
     """A runner whose memory use can be read."""
+
+    @property
+    def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Adapters in memory, if they are counted."""
 
     def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""
@@ -41,12 +45,10 @@ class Workers:
     """The workers of one model.
 
     Attributes:
-        info: model facts for the engine.
         runners: one per worker.
         prepare: function to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
         launcher: the only worker, if it starts a batch while another one runs: a GPU, or the stages of a pipeline.
-        graphs: cost of the CUDA graphs.
         device_timeout: longest time of a batch of the launcher, in seconds; 0 is no limit.
         share: tells the workers of a CPU whether their batch runs alone.
     """
@@ -65,7 +67,8 @@ class Workers:
         if self.launcher is not None:
             executor = OverlappingExecutor(self.launcher, is_pipeline=self.host is not None)
             return with_timeout(executor, self.device_timeout)
-        return ThreadExecutor(self.runners, self.prepare, self.share)
+        are_processes = self.host is not None
+        return ThreadExecutor(self.runners, self.prepare, self.share, starts_at_once=are_processes)
 
     def use_all_cores(self) -> None:
         """Let a batch that runs alone use the cores of all workers from now on.
@@ -78,6 +81,11 @@ class Workers:
     def use(self) -> MemoryUse:
         """Return the memory use of all workers together. From any thread."""
         return MemoryUse.total(each.use() for each in self.runners)
+
+    @property
+    def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Adapters in the memory of each worker. From any thread."""
+        return [use for each in self.runners for use in each.adapter_uses]
 
     def close(self) -> None:
         """Release memory and end processes. Nothing may run."""
@@ -97,7 +105,6 @@ def load_workers(
 
     Args:
         stats: counts workers that had to be started again.
-        gpu: number of the GPU, if the model runs on one.
         isolated: whether workers on a CPU are processes instead of threads.
 
     Raises:
@@ -113,7 +120,7 @@ def load_workers(
 
     device = choose_device(config.device, gpu)
     check_ranks(config, device, isolated=isolated)
-    if device.type == "cuda":
+    if device.type == "cuda" and config.num_processes == 1:
         runner = Runner(checkpoint, config, gpu=gpu)
         check_numbers(runner, config.device_timeout_seconds)
         return Workers(
@@ -124,7 +131,7 @@ def load_workers(
             device_timeout=config.device_timeout_seconds,
         )
     if isolated:
-        return _processes(checkpoint, config, stats)
+        return _processes(checkpoint, config, stats, "cpu" if device.type == "cpu" else "cuda", gpu)
     count = config.threads or usable_cores()
     runner = Runner(checkpoint, config, workers=count, measures=True)
     runners, share = [runner, *(runner.another() for _ in range(count - 1))], CoreShare()
@@ -133,8 +140,11 @@ def load_workers(
     return Workers(runner.info, runners, use_one_core, share=share)
 
 
-def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
-    host = ModelProcess(checkpoint.folder, replace(config, device="cpu"), generates=False)
+def _processes(
+    checkpoint: Checkpoint, config: EngineConfig, stats: Stats, device: Device = "cpu", gpu: int = 0
+) -> Workers:
+    config = replace(config, device=device)
+    host = ModelProcess(checkpoint.folder, config, generates=False, gpu=gpu)
 
     def count_restart() -> None:
         stats.count(CountedMetric.WORKER_RESTARTS)

@@ -1,16 +1,20 @@
 """Attention of decoders: over packed tokens in one step, or over KV blocks."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.rotary import RotaryPositions
 from varlen.program.heads import AttentionHeads
-from varlen.program.program import State, Value
-from varlen.program.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from varlen.models.blocks.rotary import RotaryPositions
+    from varlen.program.program import State, Value
+    from varlen.program.recorder import Recorder
 
 
 class Attention(Protocol):
@@ -66,9 +70,12 @@ class PackedAttention:
         bias: Tensor | None = None,
     ) -> Value:
         if positions is not None:
-            if positions.norms is not None:
-                qkv = ops.norm_heads(qkv, *positions.norms, heads, eps=positions.norm_eps)
+            norms, eps = positions.norms, positions.norm_eps
+            if norms is not None and not positions.are_norms_last:
+                qkv = ops.norm_heads(qkv, *norms, heads, eps=eps)
             qkv = ops.rotary(qkv, inputs.position_ids(ops), positions.cos_sin, heads)
+            if norms is not None and positions.are_norms_last:
+                qkv = ops.norm_heads(qkv, *norms, heads, eps=eps)
         return ops.attention_varlen(
             qkv,
             inputs.cu_seqlens(ops),
@@ -115,6 +122,11 @@ class PagedAttention(_KvCaches):
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
         slots = inputs.slots(ops)
+        if positions is not None and positions.norms is not None and positions.are_norms_last:
+            # the op that appends norms before it rotates
+            qkv = ops.rotary(qkv, inputs.position_ids(ops), positions.cos_sin, heads)
+            qkv = ops.norm_heads(qkv, *positions.norms, heads, eps=positions.norm_eps)
+            positions = None
         if positions is None:
             ops.append_kv(qkv, slots, keys, values, heads)
         else:
@@ -162,7 +174,14 @@ class CrossAttention(_KvCaches):
         ops.append_kv(kv, inputs.slots(ops), keys, values, no_queries)
 
     def attend(
-        self, ops: Recorder, layer: int, queries: Value, heads: AttentionHeads, *, scale: float
+        self,
+        ops: Recorder,
+        layer: int,
+        queries: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float,
+        soft_cap: float = 0.0,
     ) -> Value:
         """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
 
@@ -171,10 +190,13 @@ class CrossAttention(_KvCaches):
             layer: number of the layer, from 0.
             queries: `[tokens, heads.width]`.
             scale: multiplies the scores.
+            soft_cap: limit of scores; 0 is none, see `attention_varlen`.
         """
         keys, values = self._of(ops, layer, heads)
         tables = inputs.source_tables(ops)
-        return ops.attention_paged(queries, keys, values, tables, heads, scale=scale)
+        return ops.attention_paged(
+            queries, keys, values, tables, heads, scale=scale, soft_cap=soft_cap
+        )
 
 
 def _scale(scale: float | None, heads: AttentionHeads) -> float:

@@ -1,10 +1,13 @@
 """Embedding tables and output matrix of encoder-decoder models, which may be one tensor.
 
-`table_names` chooses the tensors.
+A checkpoint may hold the tables of encoder and decoder and the output matrix once, several times, or as different
+tensors. As in transformers 5, each is the tensor of its own name if the checkpoint has it; otherwise it is one of the
+tensors that config.json ties it to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.checkpoint.layers import LayerReader, TokenTable
-    from varlen.models.checkpoint.table_names import TableNames
+
+
+@dataclass(frozen=True, slots=True)
+class TableNames:
+    """Names of the tensors that hold the tables.
+
+    Attributes:
+        output: the output matrix, `[vocabulary, hidden]`.
+    """
+
+    source: str
+    target: str
+    output: str
+
+    def find(self, tied: Collection[str], present: Container[str]) -> TableNames:
+        """Return the names of the tensors to read.
+
+        `self` has the names of tables that are not tied.
+
+        Args:
+            tied: names that config.json ties to each other.
+            present: names of all tensors of the checkpoint.
+        """
+
+        def find(name: str) -> str:
+            names = [name, *tied] if name in tied else [name]
+            # a missing tensor is reported by its own name
+            return next((each for each in names if each in present), name)
+
+        return TableNames(find(self.source), find(self.target), find(self.output))
 
 
 @dataclass(frozen=True, slots=True)

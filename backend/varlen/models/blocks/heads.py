@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.models.blocks import inputs
 from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.vector_layers import pools_spans
 from varlen_kernels import Activation, Pooling
 
 if TYPE_CHECKING:
@@ -68,15 +69,17 @@ def record_head(
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
-        layers: layers that `embed` applies to that vector, and `token_embed` to each token.
+        layers: layers that `embed` applies to that vector, and `token_embed` to each token; `sparse_embed` only has
+            them where a checkpoint weighs each token.
         splade: settings of `sparse_embed` for weights of terms.
         pools_prompt: whether `embed` pools the prompts before texts too. If not, each batch brings the input
             `unpooled_lengths`.
 
     Returns:
-        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; extract
-        `[pairs, columns]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens,
-        labels]`; question_answer `[tokens, 2]`; token_embed `[tokens, features]`.
+        embed `[sequences, features]`, or `[pooled, features]` where `pools_spans`; sparse_embed `[sequences,
+        vocabulary]`, or `[tokens, 1]` with `layers`; fill_mask `[masks, 2, terms]`; extract `[pairs, columns]`; hidden
+        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`; question_answer
+        `[tokens, 2]`; token_embed `[tokens, features]`.
     """
     import torch
 
@@ -84,11 +87,13 @@ def record_head(
         case "hidden":
             answer = ops.to_fp32(hidden)
         case "embed":
-            unpooled = None if pools_prompt else inputs.unpooled_lengths(ops)
-            answer = _record_vector(ops, hidden, unpooled, pooling, layers)
+            answer = _record_vector(ops, hidden, pooling, layers, pools_prompt=pools_prompt)
         case "token_embed":
             vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
             answer = ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
+        case "sparse_embed" if layers:
+            # a weight for each token; the runner finds the largest weight of each term
+            answer = _record_layers(ops, ops.to_fp32(hidden), layers)
         # Checkpoint.check_task has refused checkpoints without these layers
         case "sparse_embed":
             assert heads.masked_lm is not None
@@ -134,15 +139,21 @@ def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
 def _record_vector(
     ops: Recorder,
     hidden: Value,
-    unpooled: Value | None,
     pooling: Sequence[Pooling],
     layers: Sequence[VectorLayer],
+    *,
+    pools_prompt: bool,
 ) -> Value:
     """Record pooling, the layers on top of it, and normalization."""
-    bounds, normalize = inputs.cu_seqlens(ops), inputs.normalize(ops)
+    has_spans = ops.pools_spans and pools_spans(pooling)
+    of: inputs.Pooled = "pooled" if has_spans else "sequences"
+    bounds = inputs.cu_pooled(ops) if has_spans else inputs.cu_seqlens(ops)
+    rows = inputs.pooled_rows(ops) if has_spans else None
+    unpooled = None if pools_prompt else inputs.unpooled_lengths(ops, of)
+    normalize = inputs.normalize(ops, of)
     if len(pooling) == 1 and not layers:
-        return ops.pool(hidden, bounds, normalize, unpooled, mode=pooling[0])
-    pooled = [ops.pool(hidden, bounds, None, unpooled, mode=mode) for mode in pooling]
+        return ops.pool(hidden, bounds, normalize, unpooled, rows, mode=pooling[0])
+    pooled = [ops.pool(hidden, bounds, None, unpooled, rows, mode=mode) for mode in pooling]
     x = reduce(ops.concat, pooled)
     return ops.normalize_rows(_record_layers(ops, x, layers), normalize)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.memory.usage import Size
 
@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
     from varlen.program.recording import Axes
+
+# Beginning of the names of inputs that another program makes of labels.
+LABEL_PART = "label_part_"
+# What has a vector each: sequences, or sequences and spans of them.
+Pooled: TypeAlias = Literal["sequences", "pooled"]
 
 
 def token_ids(ops: Recorder) -> Value:
@@ -32,14 +37,27 @@ def cu_seqlens(ops: Recorder) -> Value:
     return _declare(ops, "cu_seqlens", (Size(1, sequences=1),))
 
 
-def unpooled_lengths(ops: Recorder) -> Value:
-    """Return, for each sequence, the number of tokens at its start that are not pooled."""
-    return _declare(ops, "unpooled_lengths", ("sequences",))
+def cu_pooled(ops: Recorder) -> Value:
+    """Return the cumulative start of each vector's rows, then the number of rows."""
+    return _declare(ops, "cu_pooled", (Size(1, pooled=1),))
 
 
-def normalize(ops: Recorder) -> Value:
-    """Return, for each sequence, whether its vector is normalized to length 1."""
-    return _declare(ops, "normalize", ("sequences",), "bool")
+def pooled_rows(ops: Recorder) -> Value:
+    """Return the tokens that are pooled, by their place in the batch.
+
+    There is none if these are all, in order.
+    """
+    return _declare(ops, "pooled_rows", ("pooled_tokens",))
+
+
+def unpooled_lengths(ops: Recorder, of: Pooled = "sequences") -> Value:
+    """Return, for each vector, the number of tokens at its start that are not pooled."""
+    return _declare(ops, "unpooled_lengths", (of,))
+
+
+def normalize(ops: Recorder, of: Pooled = "sequences") -> Value:
+    """Return, for each pooled vector, whether it is normalized to length 1."""
+    return _declare(ops, "normalize", (of,), "bool")
 
 
 def normalize_tokens(ops: Recorder) -> Value:
@@ -60,6 +78,26 @@ def word_rows(ops: Recorder) -> Value:
 def label_rows(ops: Recorder) -> Value:
     """Return the token of each label, by its place in the batch."""
     return _declare(ops, "label_rows", ("labels",))
+
+
+def label_part(ops: Recorder, number: int, size: int) -> Value:
+    """Return a part of what the encoder of labels says of each label, `[labels, size]` fp32."""
+    return _declare(ops, f"{LABEL_PART}{number}", ("labels", size), "float32")
+
+
+def task_rows(ops: Recorder) -> Value:
+    """Return the token of the task of each instance, by its place in the batch."""
+    return _declare(ops, "task_rows", ("instances",))
+
+
+def instance_numbers(ops: Recorder) -> Value:
+    """Return the number of each instance in its task, from 0; -1 for classes."""
+    return _declare(ops, "instance_numbers", ("instances",))
+
+
+def cu_instances(ops: Recorder) -> Value:
+    """Return the cumulative start of the labels of each instance, then the number of labels."""
+    return _declare(ops, "cu_instances", (Size(1, instances=1),))
 
 
 def cu_words(ops: Recorder) -> Value:
@@ -108,7 +146,10 @@ def logit_rows(ops: Recorder) -> Value:
 
 
 def _declare(
-    ops: Recorder, name: str, shape: Axes, dtype: Literal["bool", "int32", "int64"] = "int32"
+    ops: Recorder,
+    name: str,
+    shape: Axes,
+    dtype: Literal["bool", "int32", "int64", "float32"] = "int32",
 ) -> Value:
     import torch
 

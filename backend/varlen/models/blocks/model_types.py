@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
 class EncoderModel(Protocol):
     """A loaded encoder of any family."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
 
     @property
     def type_vocab_size(self) -> int:
@@ -40,16 +37,12 @@ class DecoderModel(Protocol):
     """A loaded decoder of any family."""
 
     @property
-    def num_layers(self) -> int:
-        """Number of its attention layers."""
+    def layers(self) -> Sequence[object]:
+        """Its layers, each with an attention."""
 
     @property
     def attention_heads(self) -> AttentionHeads:
         """Heads of each of these layers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
 
     @property
     def token_table(self) -> TokenTable:
@@ -71,16 +64,16 @@ class EncoderDecoderModel(Protocol):
     """A loaded model with an encoder and a decoder, of any family."""
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers of the decoder."""
+    def layers(self) -> Sequence[object]:
+        """The layers of the decoder."""
 
     @property
     def attention_heads(self) -> AttentionHeads:
         """Heads of each of these layers, in self-attention and in cross-attention."""
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids of targets below this are valid."""
+    def token_table(self) -> TokenTable:
+        """The embedding of each token of targets."""
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""

@@ -22,7 +22,6 @@ def read_output(
     Args:
         shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.
-        name: name of the layer.
 
     Raises:
         CheckpointError: the checkpoint has another matrix than the table, though it says that they are tied.

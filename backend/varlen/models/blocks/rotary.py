@@ -7,12 +7,14 @@ fp32 in the order of transformers, so that far positions get the same angles.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.checkpoint.rotary_config import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RotaryConfig,
     YarnScaling,
 )
@@ -21,31 +23,67 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from varlen.models.checkpoint.layers import LayerReader, TokenTable
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryPositions:
-    """Rotary positions of queries and keys, and the norms before them.
+    """Rotary positions of queries and keys, and their norms.
 
     Attributes:
         cos_sin: `[positions, head_dim]` fp32, result of `rotary_table`.
         norms: `[head_dim]`, weights of the RMS norms of queries and of keys; None for no norms.
         norm_eps: added to the mean square.
+        are_norms_last: whether the norms follow the rotation; else they come before it.
     """
 
     cos_sin: Tensor
     norms: tuple[Tensor, Tensor] | None
     norm_eps: float
+    are_norms_last: bool = False
 
 
 def rotary_table(rotary: RotaryConfig, dim: int, device: torch.device) -> Tensor:
-    """Return cosines, then sines, of all positions: `[positions, dim]` fp32."""
-    import torch
+    """Return cosines, then sines, of all positions: `[positions, dim]` fp32.
 
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    frequencies, scale = _scaled(rotary, rotary.theta**exponents, dim)
+    Features that do not rotate are the last ones of either half: their cosine is 1, see `half_order`.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    rotated = rotary.rotated(dim)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    frequencies, scale = _scaled(rotary, rotary.theta**exponents, rotated)
     positions = torch.arange(rotary.positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+    others = (0, (dim - rotated) // 2)
+    cos, sin = pad(angles.cos() * scale, others, value=1.0), pad(angles.sin() * scale, others)
+    return torch.cat((cos, sin), dim=1).to(device)
+
+
+def read_rotary_tables(
+    read: LayerReader, rotary: Sequence[RotaryConfig], dim: int, table: TokenTable
+) -> tuple[Tensor, ...]:
+    """Return the rotary table of each layer; layers with equal positions share one.
+
+    Args:
+        table: the tables are on its device.
+    """
+
+    def computed(of_layer: RotaryConfig) -> Tensor:
+        return read.computed(lambda: rotary_table(of_layer, dim, table.device))
+
+    tables = {each: computed(each) for each in dict.fromkeys(rotary)}
+    return tuple(tables[each] for each in rotary)
+
+
+def half_order(dim: int, rotated: int) -> list[int]:
+    """Return an order of a head's features in which each half begins with rotating ones.
+
+    A checkpoint has the features that rotate before all others. Queries and keys in one order have the same products.
+    """
+    half, middle = rotated // 2, rotated + (dim - rotated) // 2
+    return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
 
 
 def _scaled(rotary: RotaryConfig, periods: Tensor, dim: int) -> tuple[Tensor, float]:
@@ -55,6 +93,8 @@ def _scaled(rotary: RotaryConfig, periods: Tensor, dim: int) -> tuple[Tensor, fl
             return 1.0 / periods / factor, 1.0
         case Llama3Scaling() as llama3:
             return _llama3(llama3, 1.0 / periods), 1.0
+        case LongRopeScaling(factors=factors, attention_factor=scale):
+            return 1.0 / (periods.new_tensor(factors) * periods), scale
         case YarnScaling() as yarn:
             return _yarn(yarn, periods, rotary.theta, dim), _yarn_attention_factor(yarn)
 

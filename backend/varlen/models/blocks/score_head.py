@@ -1,4 +1,4 @@
-"""The classifier on a decoder: one linear layer, or the difference of two logits.
+"""The layers on a decoder: output layer, classifier, or the difference of two logits.
 
 Source of the names: decoders as saved by Hugging Face transformers.
 """
@@ -7,18 +7,45 @@ from dataclasses import replace
 from typing import Literal
 
 from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.output import read_output
 from varlen.models.checkpoint.family import HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.logit_score import LogitScore
 
 
-def read_score(
+def read_top(
+    read: LayerReader,
+    head: HeadConfig,
+    table: TokenTable,
+    hidden: int,
+    *,
+    is_tied: bool,
+    table_name: str,
+    output_name: str = "lm_head",
+    pooling: Literal["cls", "mean", "last"] = "last",
+    temperature: float = 1.0,
+) -> tuple[Linear | None, Heads]:
+    """Return the output layer and the heads that the architecture of a decoder has.
+
+    Args:
+        is_tied: whether config.json ties the output layer and the embedding table.
+        pooling, temperature: see `_read_score`.
+    """
+    shape, output = (table.vocab_size, hidden), None
+    if head.architecture.endswith("ForCausalLM"):
+        output = read_output(read, table, *shape, is_tied=is_tied, name=output_name)
+    if head.logit_score is not None:
+        name = table_name if is_tied else f"{output_name}.weight"
+        return output, _read_logit_score(read, head.logit_score, name, *shape)
+    return output, _read_score(read, head, hidden, pooling, temperature)
+
+
+def _read_score(
     read: LayerReader,
     head: HeadConfig,
     hidden: int,
-    *,
-    pooling: Literal["cls", "mean", "last"] = "last",
-    temperature: float = 1.0,
+    pooling: Literal["cls", "mean", "last"],
+    temperature: float,
 ) -> Heads:
     """Return the classifier of a checkpoint in fp32, none if its architecture has none.
 
@@ -35,7 +62,7 @@ def read_score(
     return Heads(pooling=pooling, classifier=layer)
 
 
-def read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:
+def _read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:
     """Return the layer whose output is the difference of two logits of the last token.
 
     Args:

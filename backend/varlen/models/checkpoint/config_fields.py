@@ -1,12 +1,18 @@
 """Which fields of config.json are served, ignored or refused; see docs/decisions/0014-config-fields.md."""
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import Json, check_fields, is_off
-from varlen.models.checkpoint.unread_fields import is_unread, releases
 
+# Written by .ci/write_config_fields.py from the sources of the releases.
+FIELDS_FILE = Path(__file__).with_name("fields_of_transformers.json")
+# Fields that may change results although the releases above do not read them: earlier ones did.
+_REFUSED_FIELDS = frozenset({"position_embedding_type"})
 _FILE = "config.json"
 # The end of a refusal that the owner of a checkpoint can override.
 REMEDY = " (the setting ignore_config_fields leaves it out)"
@@ -132,3 +138,25 @@ def check_ignored(names: Collection[str], rules: FieldRules) -> None:
                 f"ignore_config_fields names {name}, which varlen knows: correct it in {_FILE}, or leave it out of the"
                 " setting"
             )
+
+
+def is_unread(field: str, model_type: str) -> bool:
+    """Return whether no listed release reads a field for this `model_type`."""
+    return field not in fields_read("shared") | fields_read(model_type) | _REFUSED_FIELDS
+
+
+def releases() -> list[str]:
+    """Return the listed releases of transformers, oldest first."""
+    return " ".join(_content()["releases"]).split()
+
+
+@cache
+def fields_read(family: str) -> frozenset[str]:
+    """Return the fields read for a `model_type`, or for every one (`shared`)."""
+    return frozenset(" ".join(_content()[family]).split())
+
+
+@cache
+def _content() -> dict[str, list[str]]:
+    content: dict[str, list[str]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return content

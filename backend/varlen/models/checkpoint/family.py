@@ -41,7 +41,6 @@ class HeadConfig:
     """What a checkpoint has on top of the layers that its config.json describes.
 
     Attributes:
-        architecture: name of its class in transformers.
         task: task of that class's head, `embed` without one.
         num_labels: outputs of a classifier, 0 without one.
         logit_score: the difference of logits that is a score, if that is its head.
@@ -72,8 +71,10 @@ class Family(Generic[Model_co]):
         may_have_unattended_tokens: whether sequences may end with unattended tokens, which attend to others.
         own_transformer: a module of its checkpoints that stands for Transformer of sentence-transformers, if they have
             one.
+        names_layers: whether its models tell the recorder the output of each layer.
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
         read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
+        takes_adapters: whether requests may choose adapters of its linear layers.
         is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
     """
 
@@ -89,8 +90,10 @@ class Family(Generic[Model_co]):
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
     may_have_unattended_tokens: bool = True
     own_transformer: str = ""
+    names_layers: bool = False
     is_divisible: bool = False
     read_pooling: Callable[[Json], Pooling | None] = lambda _: None
+    takes_adapters: bool = True
     is_causal: Callable[[Json], bool] = is_causal
 
     @property

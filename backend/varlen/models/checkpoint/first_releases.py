@@ -1,7 +1,8 @@
 """config.json of models with code of their own, in the fields of transformers 5.
 
 They are the first releases of NomicBERT, GTE and EuroBERT, encoders of Jina, and decoders whose tokens read later ones
-too: NVIDIA's Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed. The code is named by `auto_map`. No code of a
+too: NVIDIA's Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed; and Phi-3, whose files still name code that
+transformers has. The code is named by `auto_map`. No code of a
 checkpoint runs: the fields that it read are translated, and those that change its results in another way are refused.
 Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, jinaai/jina-bert-implementation and
 xlm-roberta-flash-implementation, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the text of a pair from its
@@ -48,7 +49,6 @@ _NOMIC_FIXED: Mapping[str, object] = {
     "causal": False,
     "mlp_fc1_bias": False,
     "mlp_fc2_bias": False,
-    "moe_every_n_layers": 0,
     "num_heads_kv": None,
     "parallel_block": False,
     "prenorm": False,
@@ -59,9 +59,23 @@ _NOMIC_FIXED: Mapping[str, object] = {
     "rotary_head_dim": False,
     "use_rms_norm": False,
 }
+# The same where some layers have experts.
+_NOMIC_MOE_FIXED: Mapping[str, object] = {
+    **_NOMIC_FIXED,
+    "expert_choice_router": False,
+    "ffn_div": 1,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "moe_normalize_expert_weights": False,
+    "num_shared_experts": 0,
+    "qkv_proj_bias": True,
+}
+_NOMIC_EXPERTS = ("moe_every_n_layers", "moe_top_k", "num_experts")
 # Names of its feed-forward parts with a gate, and the activation of that gate.
 _NOMIC_GATES = {"swiglu": "silu", "geglu": "gelu"}
-# Its code rounds the features between the two linear layers up.
+# Activations of parts without a gate.
+_NOMIC_PLAIN = {"gelu": "gelu"}
+# Its code rounds the features between the two linear layers of a part with a gate up.
 _NOMIC_INNER_MULTIPLE = 256
 _NOMIC_READ = {
     "activation_function",
@@ -77,9 +91,8 @@ _NOMIC_HARMLESS = frozenset(
     # another order of the same sums, or left over from GPT-2
     " dense_seq_output fused_bias_fc fused_dropout_add_ln last_layer_subset n_ctx parallel_block_tied_norm"
     " reorder_and_upcast_attn scale_attn_by_inverse_layer_idx scale_attn_weights use_flash_attn use_xentropy"
-    # of experts, which it does not have
-    " expert_choice_router ffn_div moe_impl moe_normalize_expert_weights moe_top_k num_experts"
-    " num_shared_experts router_aux_loss_coef".split()
+    # of experts: how its code runs, and training
+    " moe_impl moe_resid_pdrop router_aux_loss_coef".split()
 )
 
 _GTE_DEFAULTS: Json = {"max_position_embeddings": 2048, "type_vocab_size": 1}
@@ -109,6 +122,13 @@ _JINA_XLM_HARMLESS = frozenset(
 _JINA_XLM_TYPES = {"absolute": "xlm-roberta", "rotary": "jina_embeddings_v3"}
 
 _GTE_FORM = frozenset({"layer_norm_type", "pack_qkv"})
+# Fields of Phi-4-mini, with the values of the arithmetic that transformers has.
+_PHI3_FIXED: Mapping[str, object] = {
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+}
 # Texts of tokens, which the files of the tokenizer have too.
 _TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token")
 _BIDIRECTIONAL = "use_bidirectional_attention"
@@ -137,6 +157,7 @@ def to_native(config: Json) -> Json:
         (_jina_bert, kind == "bert" and "feed_forward_type" in fields),
         (_jina_xlm, kind == "xlm-roberta" and {"auto_map", "use_flash_attn"} <= fields),
         (_eurobert, kind == "eurobert" and fields & {"auto_map", "clf_pooling"}),
+        (_phi3, kind == "phi3" and "auto_map" in fields),
     )
     translate = next((translate for translate, has_form in forms if has_form), None)
     return config if translate is None else translate(config)
@@ -145,17 +166,23 @@ def to_native(config: Json) -> Json:
 def _nomic(config: Json) -> Json:
     is_pure = "hidden_size" not in config
     given = {**_NOMIC_DEFAULTS, **config} if is_pure else config
-    _check(given, _NOMIC_FIXED, "NomicBert")
-    dropped = {*_NOMIC_NAMES, *_NOMIC_READ, *_NOMIC_HARMLESS, *_NOMIC_FIXED, "auto_map"}
-    native = _without(config, dropped)
+    has_experts = bool(given.get(_NOMIC_EXPERTS[0]))
+    _check(given, _NOMIC_MOE_FIXED if has_experts else _NOMIC_FIXED, "NomicBert")
+    names = {*_NOMIC_NAMES, *_NOMIC_READ, *_NOMIC_HARMLESS, *_NOMIC_MOE_FIXED, "auto_map"}
+    native = _without(config, names if has_experts else names | {*_NOMIC_EXPERTS})
+    if has_experts:
+        native.setdefault("architectures", ["NomicBertModel"])
+        _rename(native, "NomicBert(?!Moe)", "NomicBertMoe")
     for old, new in _NOMIC_NAMES.items():
         if given.get(old) is not None:
             _set(native, new, given[old], old)
-    gate = read_choice(given, "activation_function", _NOMIC_GATES, default="swiglu")
-    _set(native, "hidden_act", gate, "activation_function")
+    kinds, default = (_NOMIC_PLAIN, "gelu") if has_experts else (_NOMIC_GATES, "swiglu")
+    kind = read_choice(given, "activation_function", kinds, default=default)
+    _set(native, "hidden_act", kind, "activation_function")
     if is_pure:
         inner = read_int(given, "n_inner")
-        native["intermediate_size"] = _round_up(inner, _NOMIC_INNER_MULTIPLE)
+        multiple = 1 if has_experts else _NOMIC_INNER_MULTIPLE
+        native["intermediate_size"] = _round_up(inner, multiple)
         multiple = read_int(given, "pad_vocab_size_multiple", default=1)
         native["vocab_size"] = _round_up(read_int(given, "vocab_size"), multiple)
         native.setdefault("type_vocab_size", 2)
@@ -253,6 +280,19 @@ def _eurobert(config: Json) -> Json:
     native = _without(config, {"auto_map", "clf_pooling", *_TOKENS})
     if config.get("clf_pooling") is not None:
         _set(native, "classifier_pooling", config["clf_pooling"], "clf_pooling")
+    return native
+
+
+def _phi3(config: Json) -> Json:
+    code = config["auto_map"]
+    if isinstance(code, dict):
+        # the tokenizer of another repository, whose files this one has
+        code = _without(code, {"AutoTokenizer"})
+    _check({**config, "auto_map": code}, _PHI3_FIXED, "Phi3")
+    native = _without(config, {"auto_map", *_PHI3_FIXED})
+    scaling = native.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "su":
+        native["rope_scaling"] = {**scaling, "type": "longrope"}
     return native
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
+from varlen.models.checkpoint.layers import GroupLinear, LayerReader, Linear, Split, TokenTable
+from varlen.models.checkpoint.lora_folder import same_layer
 from varlen.models.checkpoint.weights import (
     TensorHeader,
     check_indices,
@@ -23,6 +24,8 @@ class HeaderReader(LayerReader):
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
         self._read: set[str] = set()
+        # names of the linear layers
+        self._linears: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
         return name in self._headers
@@ -83,12 +86,49 @@ class HeaderReader(LayerReader):
         for name, fan_out in zip(names, fan_outs, strict=True):
             shape = (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in)
             self.tensor(f"{name}.weight", *shape)
+            self._linears.add(name)
             if bias:
                 self.tensor(f"{name}.bias", fan_out)
         return Linear(NOTHING, NOTHING)
 
+    def group_linear(
+        self,
+        names: Sequence[Sequence[str]],
+        fan_in: int,
+        fan_out: int,
+        **_: object,
+    ) -> GroupLinear:
+        """Check the tensors of linear layers of groups."""
+        for name in (name for layers in names for name in layers):
+            self.tensor(f"{name}.weight", fan_out, fan_in)
+        return GroupLinear(NOTHING)
+
+    def stacked_group_linear(
+        self, name: str, groups: int, fan_in: int, fan_out: int, *, split: Split
+    ) -> GroupLinear:
+        """Check the tensor of linear layers of groups."""
+        size, width = (fan_out, fan_in) if split == "outputs" else (fan_in, fan_out)
+        self.tensor(name, groups * size, width)
+        return GroupLinear(NOTHING)
+
     def computed(self, compute: Callable[[], Any]) -> Any:
         """Compute nothing."""
+
+    def may_be_left_out(self, layer: str, is_unused: Callable[[str], bool]) -> bool:
+        """Return whether a layer that a program does not run changes no result of it.
+
+        It is a linear layer of a head of another task, or none that was asked for. A layer of a stack never is: it may
+        run in another form.
+
+        Args:
+            layer: name of the layer, perhaps with or without a prefix that the checkpoint has.
+            is_unused: whether a tensor that was not asked for changes no result.
+        """
+        layers = [each.removesuffix(".weight") for each in self._headers]
+        own = same_layer(layer, layers) or layer
+        if any(each.isdigit() for each in own.split(".")):
+            return False
+        return own in self._linears or is_unused(f"{own}.weight")
 
     def check_unread(self, is_harmless: Callable[[str], bool]) -> None:
         """Raise CheckpointError unless all tensors that were not asked for are harmless."""

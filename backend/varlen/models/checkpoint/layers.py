@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from weakref import ReferenceType, ref
 
 from varlen.errors import CheckpointError, ConfigError
+from varlen.program.adapters import LayerCut, LayerPart, LayerParts
 from varlen.program.rank import ALONE, Rank
 
 if TYPE_CHECKING:
@@ -39,21 +41,53 @@ class Linear:
         weight: `[in, out]`, contiguous; see `varlen_kernels.reference.linear`.
         bias: `[out]`, if it has one.
         is_partial: whether it has some of the inputs, so that all ranks together have the result.
+        parts: layers of the checkpoint that it has side by side.
+        stored: the weight as it was read, if it still exists. An adapter of a layer whose weight is another one, such
+            as a scaled one, would be added to the wrong layer.
     """
 
     weight: Tensor
     bias: Tensor | None
     is_partial: bool = False
+    parts: LayerParts = ()
+    stored: ReferenceType[Tensor] | None = None
+
+    @property
+    def adaptable(self) -> LayerParts:
+        """Its layers with their outputs; 0 outputs where no adapter can change them."""
+        if self.stored is not None and self.stored() is self.weight:
+            return self.parts
+        return tuple(LayerPart(each.name, 0) for each in self.parts)
 
     def record(self, ops: Recorder, x: Value) -> Value:
-        """Record x @ weight + bias, `[rows, out]`."""
+        """Record x @ weight + bias, `[rows, out]`, and what adapters add."""
         y = ops.linear(x, self.weight, self.bias)
+        y = ops.add_adapters(y, x, self.adaptable, self.weight, self.bias)
         return ops.all_reduce(y) if self.is_partial else y
 
     def record_activated(self, ops: Recorder, x: Value, kind: Activation) -> Value:
         """Record the activation of x @ weight + bias, `[rows, out]`."""
         assert not self.is_partial
+        if ops.adapts(self.adaptable, self.weight, self.bias):
+            return ops.activate(self.record(ops, x), kind=kind)
         return ops.linear_activate(x, self.weight, self.bias, kind=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLinear:
+    """Linear layers of groups, such as experts, or a rank's part of each.
+
+    Attributes:
+        weight: `[groups, out, in]`, contiguous; see `varlen_kernels.reference.linear_groups`.
+        is_partial: whether it has some of the inputs, so that all ranks together have the result.
+    """
+
+    weight: Tensor
+    is_partial: bool = False
+
+    def record(self, ops: Recorder, x: Value, cu_groups: Value) -> Value:
+        """Record x @ weightᵀ of the group of each row, `[rows, out]`, without a sum over ranks."""
+        return ops.linear_groups(x, self.weight, cu_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,14 +361,81 @@ class LayerReader(Container[str]):
             # transposes and converts at once, on the device
             place.copy_(stored if is_saved_by_input else stored.t())
         is_partial = split == "inputs"
+        made = tuple(
+            LayerPart(
+                name,
+                width,
+                None if split == "none" else LayerCut((fan_in, fan_out), inputs[0], tuple(bounds)),
+            )
+            for name, fan_out, width, bounds in zip(names, fan_outs, widths, outputs, strict=True)
+        )
         if not bias or (is_partial and self.rank.number):
-            return Linear(weight, None, is_partial)
+            return Linear(weight, None, is_partial, made, ref(weight))
         # torch.cat would import a second of Python for layers of other stages
         joined = weight.new_empty(sum(widths))
         places = torch.split(joined, widths)
         for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
             place.copy_(self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds))
-        return Linear(weight, joined, is_partial)
+        return Linear(weight, joined, is_partial, made, ref(weight))
+
+    def group_linear(
+        self, names: Sequence[Sequence[str]], fan_in: int, fan_out: int, *, split: Split
+    ) -> GroupLinear:
+        """Return the linear layers of groups, without biases.
+
+        Args:
+            names: names of the layers of each group, whose outputs are side by side; files have weights `[out, in]`.
+            fan_out: outputs of each layer.
+            split: the axis along which ranks divide each layer.
+
+        Raises:
+            ConfigError: the ranks cannot divide the layers.
+        """
+        import torch
+
+        axis, size = (0, fan_out) if split == "outputs" else (1, fan_in)
+        bounds = [self._split_bounds(names[0][0], size, split)]
+        part = bounds[0][1] - bounds[0][0]
+        rows, columns = (part, fan_in) if axis == 0 else (fan_out, part)
+        weight = torch.empty(
+            (len(names), len(names[0]), rows, columns), dtype=self._dtype, device=self._device
+        )
+        for group, layers in zip(weight, names, strict=True):
+            for place, name in zip(group, layers, strict=True):
+                place.copy_(self._stored(f"{name}.weight", (fan_out, fan_in), axis, bounds))
+        return GroupLinear(weight.flatten(1, 2), self._is_partial(split))
+
+    def stacked_group_linear(
+        self, name: str, groups: int, fan_in: int, fan_out: int, *, split: Split
+    ) -> GroupLinear:
+        """Return the linear layers of groups of one tensor, without biases.
+
+        The tensor has the features that ranks divide as rows, group after group: `[groups · out, in]` with the split
+        "outputs", `[groups · in, out]` with "inputs".
+
+        Raises:
+            ConfigError: the ranks cannot divide the layers.
+        """
+        size, width = (fan_out, fan_in) if split == "outputs" else (fan_in, fan_out)
+        first, last = self._split_bounds(name, size, split)
+        bounds = [(group * size + first, group * size + last) for group in range(groups)]
+        if last - first == size:
+            bounds = [(0, groups * size)]
+        stored = self._stored(name, (groups * size, width), 0, bounds)
+        weight = stored.view(groups, last - first, width)
+        weight = weight if split == "outputs" else weight.transpose(1, 2)
+        copied = weight.new_empty(weight.shape, dtype=self._dtype).copy_(weight)
+        return GroupLinear(copied, self._is_partial(split))
+
+    def _split_bounds(self, name: str, size: int, split: Split) -> tuple[int, int]:
+        """Return the bounds of this rank's part of the features that ranks divide."""
+        if split == "none" or self.rank == ALONE:
+            return 0, size
+        self._check(name, size)
+        return self.rank.bounds(size)
+
+    def _is_partial(self, split: Split) -> bool:
+        return split == "inputs" and self.rank != ALONE
 
     def computed(self, compute: Callable[[], _T]) -> _T:
         """Return what is computed of tensors that were read.

@@ -26,10 +26,11 @@ class PairForm:
     """The texts around a pair; each is tokenized apart from the others.
 
     Attributes:
-        true_word, false_word: the tokens of the answers.
+        true_word, false_word: the tokens of the answers; None if the score is one logit.
         question: part of the prompt that no other form has.
         opening: begins the prompt.
-        instruction, query, document: texts with `{}` for what the request gives; the first two are one text.
+        instruction, query, document: texts with `{}` for what the request gives; the first two are one text. An empty
+            `instruction` refuses instructions of requests.
         default_instruction: instruction of a request without one; empty leaves the instruction out.
         between: text between the query and the document.
         ending: texts behind the document, which are never cut.
@@ -37,7 +38,7 @@ class PairForm:
     """
 
     true_word: str
-    false_word: str
+    false_word: str | None
     question: str
     opening: str
     instruction: str
@@ -54,7 +55,12 @@ _MXBAI_TASK = (
     " pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment"
     " (0 for not relevant, 1 for relevant).\nRelevance:"
 )
-# Sources: the model cards of Qwen3-Reranker; MxbaiRerankV2 in mixedbread-ai/mxbai-rerank.
+_BGE_TASK = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a"
+    " prediction of either 'Yes' or 'No'."
+)
+# Sources: the model cards of Qwen3-Reranker; MxbaiRerankV2 in mixedbread-ai/mxbai-rerank; BaseLLMReranker in
+# FlagOpen/FlagEmbedding.
 PAIR_FORMS: Mapping[RerankForm, PairForm] = {
     "qwen3": PairForm(
         true_word="yes",
@@ -83,6 +89,18 @@ PAIR_FORMS: Mapping[RerankForm, PairForm] = {
         between="\n",
         document="document: {}",
         ending=("\n", _MXBAI_TASK, "<|im_end|>\n<|im_start|>assistant\n"),
+        query_part=0.75,
+    ),
+    "bge": PairForm(
+        true_word="Yes",
+        false_word=None,
+        question=_BGE_TASK,
+        opening="<bos>",
+        instruction="",
+        query="A: {}",
+        between="\n",
+        document="B: {}",
+        ending=("\n", _BGE_TASK),
         query_part=0.75,
     ),
 }
@@ -138,8 +156,6 @@ def find_logit_score(
 
     Args:
         form: `auto` is the form whose question stands in the chat template, which then needs the roles of a pair.
-        architecture: name of its class in transformers.
-        chat_template: Jinja source.
 
     Raises:
         CheckpointError: a form is named, and the checkpoint cannot have it.
@@ -163,17 +179,22 @@ def find_logit_score(
     return None
 
 
-def _answer_tokens(folder: Path, form: PairForm) -> tuple[int, int]:
-    """Return the tokens of both answers of a form."""
+def _answer_tokens(folder: Path, form: PairForm) -> tuple[int, int | None]:
+    """Return the tokens of the answers of a form."""
     model = read_object(folder, TOKENIZER).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     known = vocabulary if isinstance(vocabulary, dict) else {}
-    for word in (form.true_word, form.false_word):
-        if not isinstance(known.get(word), int):
+
+    def token_of(word: str) -> int:
+        token = known.get(word)
+        if not isinstance(token, int):
             raise CheckpointError(
                 f'tokenizer.json has no token "{word}", by which this form of a reranker answers (rerank_form)'
             )
-    return known[form.true_word], known[form.false_word]
+        return token
+
+    false_word = form.false_word
+    return token_of(form.true_word), None if false_word is None else token_of(false_word)
 
 
 def _message_format(transformer: Json) -> str:

@@ -1,8 +1,11 @@
 """The settings of rotary positions in config.json, under the names of transformers 4 and 5.
 
-Served are the variants whose angles do not depend on the length of the sequence; others are refused by name.
+Served are the variants whose angles do not depend on the length of the sequence; others are refused by name. The angles
+of longrope do: sequences up to the length before its extension have one set of factors, longer ones another. The first
+set is served, so that no sequence is longer. Source: Ding et al. 2024, arXiv:2402.13753, as transformers computes it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,9 +40,18 @@ _FIELDS_OF_TYPE = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
 }
 
 
+_ORIGINAL = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
 # Their table is computed: no tensor of a checkpoint limits it.
 _MOST_POSITIONS = 1 << 24
 
@@ -89,7 +101,20 @@ class YarnScaling:
     mscale_all_dim: float | None
 
 
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each frequency divided by a factor of its own.
+
+    Attributes:
+        factors: one for each frequency.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +124,46 @@ class RotaryConfig:
     Attributes:
         scaling: change of the frequencies for longer sequences.
         positions: longest sequence that it serves, in tokens.
+        share: part of the features of a head that rotates, the first ones.
     """
 
     theta: float
     scaling: Scaling
     positions: int
+    share: float = 1.0
+
+    def rotated(self, dim: int) -> int:
+        """Return the number of features that rotate, of `dim` features of a head."""
+        return int(dim * self.share)
 
 
-def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfig:
+def read_rotary(
+    config: Json, *, default_theta: float = 10_000.0, partial_dim: int | None = None
+) -> RotaryConfig:
     """Return the rotary positions of a config.json.
 
     Args:
         default_theta: the base of the frequencies where the file has none.
+        partial_dim: features of a head, of a model that may rotate some of them, or have longrope.
 
     Raises:
         CheckpointError: a field is damaged, or the variant is not served.
     """
     name, rotary = _settings(config)
-    kind = _read_kind(rotary, name)
-    fixed = {"partial_rotary_factor": 1.0}
-    known = ("rope_type", "type", "rope_theta", *_FIELDS_OF_TYPE[kind])
+    kind = _read_kind(rotary, name, has_longrope=partial_dim is not None)
+    fixed = {} if partial_dim is not None else {_SHARE: 1.0}
+    known = ("rope_type", "type", "rope_theta", _SHARE, *_FIELDS_OF_TYPE[kind])
     check_fields(rotary, name, known=known, fixed=fixed)
     positions = read_int(config, "max_position_embeddings")
-    scaling = _read_scaling(kind, rotary, name, positions)
+    share = 1.0 if partial_dim is None else _read_share(config, rotary, name, partial_dim)
+    scaling: Scaling
+    if kind == "longrope":
+        assert partial_dim is not None
+        positions, scaling = _read_longrope(
+            config, rotary, name, positions, int(partial_dim * share) // 2
+        )
+    else:
+        scaling = _read_scaling(kind, rotary, name, positions)
     if isinstance(scaling, YarnScaling):
         # some checkpoints leave max_position_embeddings at the length before the extension
         extended = min(scaling.positions, 2 * _MOST_POSITIONS) * scaling.factor
@@ -131,7 +173,8 @@ def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfi
             f"{name} asks for more than {_MOST_POSITIONS} positions; allowed: at most as many, since their table is"
             " computed"
         )
-    return RotaryConfig(_read_theta(config, rotary, name, default_theta), scaling, positions)
+    theta = _read_theta(config, rotary, name, default_theta)
+    return RotaryConfig(theta, scaling, positions, share)
 
 
 def _settings(config: Json) -> tuple[str, Json]:
@@ -149,13 +192,12 @@ def _settings(config: Json) -> tuple[str, Json]:
     return f"{key} of config.json", settings
 
 
-def _read_kind(rotary: Json, name: str) -> str:
+def _read_kind(rotary: Json, name: str, *, has_longrope: bool) -> str:
+    allowed = [kind for kind in _FIELDS_OF_TYPE if kind != "longrope" or has_longrope]
     given = [rotary[key] for key in ("rope_type", "type") if rotary.get(key) is not None]
     kind = given[0] if given else "default"
-    if not isinstance(kind, str) or kind not in _FIELDS_OF_TYPE:
-        raise CheckpointError(
-            f"{name} has the type {show(kind)}; allowed: {', '.join(_FIELDS_OF_TYPE)}"
-        )
+    if not isinstance(kind, str) or kind not in allowed:
+        raise CheckpointError(f"{name} has the type {show(kind)}; allowed: {', '.join(allowed)}")
     if given[1:] not in ([], [kind]):
         raise CheckpointError(
             f"{name} has rope_type {show(kind)} and type {show(given[1])}; make them agree"
@@ -172,6 +214,46 @@ def _read_theta(config: Json, rotary: Json, name: str, default: float) -> float:
     if inner is not None:
         return read_number(rotary, "rope_theta", name=name)
     return read_number(config, "rope_theta", default=default)
+
+
+def _read_share(config: Json, rotary: Json, name: str, dim: int) -> float:
+    """Return the part of the features of a head that rotates."""
+    holder, name = (config, "config.json") if rotary.get(_SHARE) is None else (rotary, name)
+    share = read_number(holder, _SHARE, default=1.0, name=name)
+    rotated = int(dim * share)
+    if share > 1 or rotated % 2 or not rotated:
+        raise CheckpointError(
+            f"{name} has {_SHARE} {share:g}; allowed: numbers up to 1 that leave an even number of the {dim} features"
+            " of a head"
+        )
+    return share
+
+
+def _read_longrope(
+    config: Json, rotary: Json, name: str, positions: int, frequencies: int
+) -> tuple[int, LongRopeScaling]:
+    """Return the longest sequence that is served, and the factors of sequences up to it."""
+    # the field of the model comes first
+    holder = config if _ORIGINAL in config else rotary
+    original = read_int(
+        holder, _ORIGINAL, default=positions, name=name if holder is rotary else "config.json"
+    )
+    factors = rotary.get("short_factor")
+    if (
+        not isinstance(factors, list)
+        or len(factors) != frequencies
+        or not all(type(each) in (int, float) and 0 < each < math.inf for each in factors)
+    ):
+        raise CheckpointError(
+            f"{name} has short_factor {show(factors)}; allowed: a list of {frequencies} numbers above 0"
+        )
+    if rotary.get("attention_factor") is not None:
+        attention = read_number(rotary, "attention_factor", name=name)
+    else:
+        factor = read_number(rotary, "factor", default=positions / original, name=name)
+        has_more = factor > 1 and original > 1
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if has_more else 1.0
+    return min(positions, original), LongRopeScaling(tuple(map(float, factors)), attention)
 
 
 def _read_scaling(kind: str, rotary: Json, name: str, positions: int) -> Scaling:

@@ -35,15 +35,28 @@ from varlen.models.checkpoint.late_interaction import (
 from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
 from varlen.models.checkpoint.router import Router
 from varlen.models.checkpoint.sparse import SpladeConfig, read_splade
-from varlen.models.checkpoint.vector_layers import VectorConfig, read_dense, read_norm
+from varlen.models.checkpoint.vector_layers import (
+    LayerMix,
+    VectorConfig,
+    read_dense,
+    read_layer_mix,
+    read_norm,
+)
 from varlen_kernels import Pooling
 
 _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
-    *("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"),
-    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask", "StaticEmbedding"),
+    *("Transformer", "WeightedLayerPooling", "Pooling", "Dense", "LayerNorm", "Normalize"),
+    *(
+        "FlexibleQuantizer",
+        "MLMTransformer",
+        "SpladePooling",
+        "LogitScore",
+        "MultiVectorMask",
+        "StaticEmbedding",
+    ),
 )
 # By module, the reader of a layer of vectors. There may be any number of layers.
 _LAYERS: Mapping[str, Callable[[Path, str], VectorConfig]] = {
@@ -51,13 +64,18 @@ _LAYERS: Mapping[str, Callable[[Path, str], VectorConfig]] = {
     "LayerNorm": read_norm,
 }
 _ORDER = re.compile(
-    r"Transformer(,Pooling(,Dense|,LayerNorm)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+    r"Transformer(,WeightedLayerPooling)?,Pooling(,Dense|,LayerNorm)*(,Normalize|,FlexibleQuantizer)?|Transformer"
+    r"|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
     r"|StaticEmbedding(,Normalize)?"
 )
 # Modules of models with a vector per token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
 _LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
 _PYLATE_ORDER = re.compile(r"Transformer(,Dense)*")
-_PYLATE_DENSE = "pylate.models.Dense.Dense"
+# Modules that are read as what their code does, by the names of their classes; the code never runs.
+_OTHER_CLASSES = {
+    "pylate.models.Dense.Dense": "Dense",
+    "st_quantize.FlexibleQuantizer": "FlexibleQuantizer",
+}
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -101,6 +119,8 @@ class SentenceSettings:
         pooling: pooling of a sequence into one vector; the results of several are concatenated.
         has_pooling: whether modules.json has the module Pooling.
         dense: layers between pooling and normalization; layers of each token with `late`.
+        layer_mix: weights of the outputs of layers, whose mean is pooled; None pools the output of the last layer.
+        rounds: whether vectors are rounded to whole numbers, as pplx-embed does.
         normalize: whether the vector is divided by its length; with `late`, the vectors of tokens.
         prompts: texts that it puts before texts, by name.
         default_prompt: the one that it takes if it is told no name; empty without one.
@@ -116,6 +136,8 @@ class SentenceSettings:
     pooling: tuple[Pooling, ...] = ("mean",)
     has_pooling: bool = False
     dense: tuple[VectorConfig, ...] = ()
+    layer_mix: LayerMix | None = None
+    rounds: bool = False
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
@@ -132,6 +154,7 @@ def read_sentence_settings(
     folder: Path,
     *,
     pooling: Pooling = "mean",
+    config: Json | None = None,
     transformer: str = "",
     router: Router | None = None,
 ) -> SentenceSettings:
@@ -160,11 +183,12 @@ def read_sentence_settings(
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
         name = f"{paths['Pooling']}/config.json"
-        config = read_object(folder, name)
-        modes = _pooling(config, name)
-        pools_prompt = _pools_prompt(config, name)
+        of_pooling = read_object(folder, name)
+        modes = _pooling(of_pooling, name)
+        pools_prompt = _pools_prompt(of_pooling, name)
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"], "sentence_embedding")
+    mix = paths.get("WeightedLayerPooling")
     prompts, prompt = _prompts(model, last)
     score = None
     if last == "LogitScore":
@@ -175,6 +199,8 @@ def read_sentence_settings(
         pooling=modes,
         has_pooling="Pooling" in paths,
         dense=tuple(_LAYERS[kind](folder, path) for kind, path in modules if kind in _LAYERS),
+        layer_mix=None if mix is None else read_layer_mix(folder, mix, config or {}),
+        rounds="FlexibleQuantizer" in paths,
         normalize="Normalize" in paths,
         prompts=prompts,
         default_prompt=prompt,
@@ -239,10 +265,10 @@ def _modules(folder: Path, model: Json, transformer: str) -> list[tuple[str, str
         _check_late_order(kinds, with_mask=not is_pylate(model))
     elif kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
-            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense and LayerNorm,"
-            " Normalize, in this order, each once, Dense and LayerNorm any number of times; or Transformer,"
-            " SpladePooling; or Router; or Transformer, LogitScore; or StaticEmbedding, with"
-            " Normalize or without"
+            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, WeightedLayerPooling or none,"
+            " Pooling, Dense and LayerNorm, Normalize or FlexibleQuantizer, in this order, each once, Dense and"
+            " LayerNorm any number of times; or Transformer, SpladePooling; or Router; or Transformer, LogitScore; or"
+            " StaticEmbedding, with Normalize or without"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0] and kinds[0] != "StaticEmbedding":
@@ -267,8 +293,8 @@ def _check_late_order(kinds: Sequence[str], *, with_mask: bool) -> None:
 
 def _module_kind(module: Json) -> str:
     name = str(module.get("type", ""))
-    if name == _PYLATE_DENSE:
-        return "Dense"
+    if name in _OTHER_CLASSES:
+        return _OTHER_CLASSES[name]
     kind = name.rpartition(".")[-1]
     if kind not in _MODULES:
         raise CheckpointError(f'modules.json has a module "{kind}"; allowed: {", ".join(_MODULES)}')

@@ -1,7 +1,8 @@
-"""Layers between pooling and normalization, or of tokens: the modules Dense and LayerNorm.
+"""Layers around pooling: the modules WeightedLayerPooling, Dense and LayerNorm, and the rounding of pplx-embed.
 
-Each has a folder of its own with config.json and model.safetensors. They run in fp32, like pooled vectors. Source:
-base/modules/dense.py and sentence_transformer/modules/layer_norm.py of sentence-transformers.
+Each module has a folder of its own with config.json and model.safetensors, but for rounding, which has neither. They
+run in fp32, like pooled vectors. Source: base/modules/dense.py, sentence_transformer/modules/layer_norm.py and
+weighted_layer_pooling.py of sentence-transformers; st_quantize.py of perplexity-ai/pplx-embed-v1-0.6b.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import (
+    Json,
     check_fields,
     read_flag,
     read_int,
@@ -20,7 +22,7 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.weights import CheckpointWeights, check_shapes, read_headers
-from varlen_kernels import Activation
+from varlen_kernels import Activation, Pooling
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +104,6 @@ class NormConfig:
 
     Attributes:
         path: path of its folder, relative to the checkpoint.
-        in_features: features of a vector.
     """
 
     path: str
@@ -168,7 +169,90 @@ class NormLayer:
         return ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=_NORM_EPS)
 
 
-VectorLayer: TypeAlias = DenseLayer | NormLayer
+@dataclass(frozen=True, slots=True)
+class RoundLayer:
+    """The module FlexibleQuantizer of pplx-embed, whose vectors are whole numbers."""
+
+    def record(self, ops: Recorder, x: Value) -> Value:
+        """Record round(127 · tanh(x)), `[rows, features]` fp32."""
+        return ops.record("round_tanh", x, limit=127.0)
+
+
+VectorLayer: TypeAlias = DenseLayer | NormLayer | RoundLayer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMix:
+    """Settings of the module WeightedLayerPooling, the weighted mean of the outputs of layers.
+
+    Attributes:
+        path: path of its folder, relative to the checkpoint.
+        num_layers: number of layers of the model. The output of layer 0 are its embeddings.
+    """
+
+    path: str
+    num_layers: int
+    first: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors by name."""
+        return {"layer_weights": (self.num_layers + 1 - self.first,)}
+
+    def load(self, folder: Path) -> list[float]:
+        """Return the factor of each output, which add up to 1, given the checkpoint folder.
+
+        Raises:
+            CheckpointError: see `check`.
+        """
+        import torch
+
+        from varlen.models.checkpoint.layers import LayerReader
+
+        with CheckpointWeights(folder / self.path) as weights:
+            read = LayerReader(weights, torch.float32, torch.device("cpu"))
+            (size,) = self.shapes["layer_weights"]
+            found = read.tensor("layer_weights", size)
+        return [0.0] * self.first + (found / found.sum()).tolist()
+
+    def check(self, folder: Path) -> None:
+        """Raise CheckpointError unless its file has its weights, and nothing else."""
+        check_shapes(read_headers(folder / self.path), self.shapes, lambda _: False)
+
+
+def pools_spans(pooling: Sequence[Pooling]) -> bool:
+    """Return whether spans have vectors of their own, the means of their tokens."""
+    return tuple(pooling) == ("mean",)
+
+
+def read_layer_mix(folder: Path, path: str, model: Json) -> LayerMix | None:
+    """Return the settings of a WeightedLayerPooling module of a checkpoint folder.
+
+    None if it has no effect: sentence-transformers gives it the outputs of layers only if config.json says so.
+
+    Args:
+        path: path of the module's folder, relative to the checkpoint.
+        model: content of config.json.
+
+    Raises:
+        CheckpointError: its file is damaged, or does not fit the model.
+    """
+    name = f"{path}/config.json"
+    config = read_object(folder, name)
+    widths = ("embedding_dimension", "word_embedding_dimension")
+    check_fields(config, name, known=(*widths, "num_hidden_layers", "layer_start"), fixed={})
+    if not read_flag(model, "output_hidden_states", default=False):
+        return None
+    found = read_int(config, "num_hidden_layers", default=12, name=name)
+    first = read_int(config, "layer_start", lowest=0, default=4, name=name)
+    fields = ("num_hidden_layers", "n_layers")
+    layers = next((model[field] for field in fields if field in model), None)
+    if found != layers or first > found:
+        raise CheckpointError(
+            f"{name} has num_hidden_layers {found} and layer_start {first}; allowed: {layers}, the layers of the"
+            " model, and at most as many"
+        )
+    return LayerMix(path, found, first)
 
 
 def read_norm(folder: Path, path: str) -> NormConfig:

@@ -37,8 +37,11 @@ _INDEX_DTYPES = ("I64", "I32")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 32 << 20
-# Beginning of the names of an encoder in a model of GLiNER, whose own layers have other names.
+# Beginning of the names of an encoder in a model of GLiNER, whose own layers have other names; of its encoder of
+# labels; and of the encoder of GLiNER2, with a tensor that only it has.
 _ENCODER_OF_GLINER = "token_rep_layer.bert_layer.model."
+_ENCODER_OF_LABELS = "token_rep_layer.labels_encoder.model."
+_ENCODER_OF_GLINER2, _OF_GLINER2 = "encoder.", "count_pred.0.weight"
 # TensorFlow's names of the two tensors of a layer norm, which transformers renames in the same way; and torch's name of
 # a weight that has adapters.
 _OLD_NAMES = {
@@ -62,8 +65,11 @@ class TensorHeader:
     shape: tuple[int, ...]
 
 
-def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of a checkpoint folder, by transformers' names.
+def read_headers(folder: Path, *, of_labels: bool = False) -> dict[str, TensorHeader]:
+    """Return the headers of the tensors of a checkpoint folder, by transformers' names.
+
+    Args:
+        of_labels: whether to return the tensors of an encoder that only reads labels; else all other tensors.
 
     Raises:
         CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice.
@@ -73,12 +79,18 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for path in shards(folder):
         try:
             with safe_open(locate_weights(folder, path.name), framework="np") as file:
-                for stored_name in file.keys():  # noqa: SIM118  # not a mapping
+                stored_names = file.keys()
+                prefix = _ENCODER_OF_GLINER2 if _OF_GLINER2 in stored_names else _ENCODER_OF_GLINER
+                if of_labels:
+                    prefix = _ENCODER_OF_LABELS
+                for stored_name in stored_names:
+                    if stored_name.startswith(_ENCODER_OF_LABELS) != of_labels:
+                        continue
                     view = file.get_slice(stored_name)
                     header = TensorHeader(
                         path.name, stored_name, view.get_dtype(), tuple(view.get_shape())
                     )
-                    name = _canonical_name(stored_name)
+                    name = _canonical_name(stored_name, prefix)
                     if name in headers:
                         raise CheckpointError(f'the checkpoint has two tensors "{name}"')
                     headers[name] = header
@@ -190,16 +202,19 @@ def check_unused(
 class CheckpointWeights:
     """The tensors of one checkpoint folder; a context manager that keeps its files mapped."""
 
-    def __init__(self, folder: Path, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, folder: Path, adapter: Adapter | None = None, *, of_labels: bool = False
+    ) -> None:
         """Map the files.
 
         Args:
             adapter: the adapter that is merged into the weights that have one.
+            of_labels: whose tensors these are, see `read_headers`.
 
         Raises:
             CheckpointError: see `read_headers`.
         """
-        self._headers = read_headers(folder)
+        self._headers = read_headers(folder, of_labels=of_labels)
         self._adapter = adapter
         self._stack = ExitStack()
         self._files = {
@@ -357,8 +372,8 @@ def check_no_pickles(folder: Path) -> None:
         )
 
 
-def _canonical_name(name: str) -> str:
-    name = name.removeprefix(_ENCODER_OF_GLINER)
+def _canonical_name(name: str, prefix: str) -> str:
+    name = name.removeprefix(prefix)
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -110,7 +110,6 @@ class GroupMemory:
 
     Attributes:
         reserves: whether groups reserve all that they may need.
-        copies: copies of their blocks.
     """
 
     def __init__(self, blocks: BlockPool, *, reserves: bool) -> None:
@@ -157,7 +156,7 @@ class GroupMemory:
         shared = (
             []
             if group.source_tokens
-            else blocks.find_prefix(first.token_ids, salt=first.options.cache_salt)
+            else blocks.find_prefix(first.token_ids, salt=first.options.cache_scope)
         )
         source, needed = blocks.blocks_of(group.source_tokens), self._first_need(group)
         keep = 0 if self.reserves else keep
@@ -184,8 +183,8 @@ class GroupMemory:
             parts: groups of the step in order, whose branches have the block of a token to generate.
             logit_rows: row of the logits of the step in flight, by sequence.
         """
-        lengths = divide_step(parts, step_tokens)
-        runs = sorted(zip(parts, lengths, strict=True), key=lambda run: run[1] > 1)
+        runs = list(zip(parts, divide_step(parts, step_tokens), strict=True))
+        runs.sort(key=_is_long)
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
     def extend(self, group: Group) -> bool:
@@ -237,11 +236,11 @@ class GroupMemory:
             end: position after its last token that does not run again.
         """
         begin, size = chunk.start, self.blocks.block_size
-        if chunk.beams or group.source_tokens or begin // size == end // size:
+        if begin // size == end // size or chunk.beams or group.source_tokens:
             return
         first = group.first
         self.blocks.store(
-            first.token_ids, first.block_ids, begin=begin, end=end, salt=first.options.cache_salt
+            first.token_ids, first.block_ids, begin=begin, end=end, salt=first.options.cache_scope
         )
 
     def undo(self, group: Group, chunk: Chunk, *, tokens: int | None = None) -> None:
@@ -303,7 +302,10 @@ class GroupMemory:
         """Return the next tokens of a group, see `next_chunks`."""
         group, size = part.group, self.blocks.block_size
         first, beams = group.first, 0
+        samples: tuple[GeneratedSequence, ...] = ()
         begin, end = first.num_computed, first.num_computed + tokens
+        if tokens == part.remaining:
+            samples = (first,) if group.has_beams else group.sequences
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
         follows = None
         if group.beams is not None and begin >= first.num_tokens:
@@ -318,13 +320,13 @@ class GroupMemory:
             if end > len(first.token_ids):
                 token_ids, follows = _UNKNOWN, logit_rows[first]
             # it has more of them after a larger step that ran out of memory
-            block_ids = tuple(first.block_ids[:num_blocks])
+            block_ids = tuple(first.block_ids)[:num_blocks]
         chunk = Chunk(
             first,
             begin,
             token_ids,
             block_ids,
-            group.sequences[: 1 if group.has_beams else None] if tokens == part.remaining else (),
+            samples,
             tuple(group.source_block_ids),
             () if source is None else tuple(source.tolist()),
             follows,
@@ -332,7 +334,7 @@ class GroupMemory:
             beams,
         )
         first.num_computed = end
-        for sample in chunk.samples:
+        for sample in samples:
             sample.num_unknown += 1
         group.is_encoded = True
         return chunk
@@ -387,10 +389,17 @@ def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
         parts: groups of the step, in order.
         step_tokens: number of tokens of the step, unless the groups run more in any case.
     """
-    spare = max(0, step_tokens - sum(part.least_tokens for part in parts))
-    lengths = []
-    for part in parts:
+    lengths = [1] * len(parts)
+    prompts = [(place, part) for place, part in enumerate(parts) if part.remaining > 1]
+    if not prompts:
+        return lengths
+    spare = max(0, step_tokens - sum([part.least_tokens for part in parts]))
+    for place, part in prompts:
         more = min(part.remaining - 1, spare)
-        lengths.append(1 + more)
+        lengths[place] += more
         spare -= more
     return lengths
+
+
+def _is_long(run: tuple[Part, int]) -> bool:
+    return run[1] > 1

@@ -31,7 +31,6 @@ class RunningSlots:
     """How many sequences may run, and how many do.
 
     Attributes:
-        count: slots of all sequences.
         short_count: slots beside them for short ones. Short ones beyond these take slots of all.
         short_tokens: tokens of the longest short one, prompt and generated tokens together.
         others, short: running branches of other groups and of short ones.
@@ -124,6 +123,8 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
         parts: groups that may run, in order.
         share: number of tokens; the last group may exceed it.
     """
+    if share == math.inf and sum([part.least_tokens for part in parts]) <= step_tokens:
+        return parts
     tokens = 0
     for count, part in enumerate(parts):
         if tokens >= share:

@@ -36,10 +36,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count, islice
+from itertools import accumulate, count
 from typing import cast
 
 from varlen.config import KvPolicy
@@ -61,7 +61,7 @@ from varlen.scheduling.batch import (
     write_answers,
 )
 from varlen.scheduling.device_plan import BeamStep, SampledToken
-from varlen.scheduling.fair_share import Claims
+from varlen.scheduling.fair_share import Claim, Claims
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
@@ -129,12 +129,13 @@ class StepInFlight:
 
     def logit_rows(self) -> dict[GeneratedSequence, int]:
         """Return the first row of the logits that each sequence has."""
-        rows: dict[GeneratedSequence, int] = {}
-        end = 0
-        for chunk in self.chunks.values():
-            rows.update(zip(chunk.samples, count(end), strict=False))
-            end += chunk.num_logit_rows
-        return rows
+        chunks = self.chunks.values()
+        begins = accumulate([chunk.beams or len(chunk.samples) for chunk in chunks], initial=0)
+        return {
+            sample: row
+            for chunk, begin in zip(chunks, begins, strict=False)
+            for row, sample in enumerate(chunk.samples, begin)
+        }
 
 
 _log = logging.getLogger(__name__)
@@ -166,7 +167,6 @@ class IterationScheduler:
         """Start with an empty queue.
 
         Args:
-            limits: limits of a step and of a sequence.
             blocks: KV memory, which nothing else uses.
             kv_policy: condition for the start of a sequence; see the settings.
             admission: counts waiting work.
@@ -292,19 +292,20 @@ class IterationScheduler:
             self._undo(step, "batch")
             return self.update(batch, result)
         if result.failure is not None:
-            return self._fail_step(step, batch.shape.tokens, result.failure)
+            return self._fail_step(step, batch.shape.tokens, result)
         self._cost.learn(batch.shape.tokens, result.seconds)
         self._step_size.grow()
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
-        outputs = iter(result.outputs)
+        outputs, end = result.outputs, 0
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
-        present = set(step.groups)
+        present = {group: step.chunks[group] for group in step.groups}
+        self._count_served(present)
         for group, chunk in step.chunks.items():
-            chosen = list(islice(outputs, len(chunk.samples)))
+            begin, end = end, end + len(chunk.samples)
             if group in present:
-                events += self._update_group(group, chunk, chosen)
+                events += self._update_group(group, chunk, outputs[begin:end])
         return events
 
     def remove(self, request: RequestState) -> None:
@@ -369,7 +370,8 @@ class IterationScheduler:
         if steps and not self._is_pipeline and not steps[-1].is_void:
             # it runs the tokens that the step before it chooses
             before, busy = steps[-1], frozenset()
-            if not all(group.can_follow or group.is_ending for group in in_flight[-1]):
+            several = (group for group in in_flight[-1] if len(group.sequences) > 1)
+            if not all(group.can_follow or group.is_ending for group in several):
                 return None
             logit_rows = before.logit_rows()
         size = self._step_size
@@ -395,11 +397,14 @@ class IterationScheduler:
         chunks = tuple(step.chunks.values())
         lengths: list[int] = []
         for chunk in chunks:
-            lengths += [1] * chunk.beams or [len(chunk.token_ids)]
+            if chunk.beams:
+                lengths += [1] * chunk.beams
+            else:
+                lengths.append(len(chunk.token_ids))
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
         shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
-        sequences = tuple(chunk.sequence for chunk in chunks)
+        sequences = tuple([chunk.sequence for chunk in chunks])
         seconds = self._cost.seconds(1, shape.tokens)
         copies = tuple((source, copy) for copy, source in step.copies.items())
         batch = Batch(sequences, shape, seconds, reason, chunks, copies, step.number, step.after)
@@ -410,13 +415,14 @@ class IterationScheduler:
             self._admission.mark_running(batch, until=now + seconds)
         return batch
 
-    def _fail_step(self, step: StepInFlight, tokens: int, failure: Failure) -> list[Event]:
+    def _fail_step(self, step: StepInFlight, tokens: int, result: BatchResult) -> list[Event]:
         """Return the failures of a step that has failed; groups without one run again.
 
         Args:
             step: the step, which was the first one in flight.
         """
-        if step.is_void:
+        failure = result.failure
+        if step.is_void or failure is None:
             return []
         present = step.groups
         if failure == "worker":
@@ -432,6 +438,8 @@ class IterationScheduler:
             return []
         if failure == "worker":
             return self._restart_all(present)
+        if named := result.named([group.first for group in present]):
+            return [SequenceFailure(each, EngineError(result.reason)) for each in named]
         error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]
 
@@ -463,46 +471,53 @@ class IterationScheduler:
         ]
 
     def _update_group(self, group: Group, chunk: Chunk, outputs: Sequence[object]) -> list[Event]:
-        """Return the events of a group that has run."""
-        is_pending = not group.has_beams and any(
-            each.is_pending for each in cast(Sequence[SampledToken], outputs)
-        )
-        if is_pending:
-            # the last token runs again for its logits; until then its block is not shared
-            self._memory.undo(group, chunk, tokens=1)
-            for step in self._in_flight:
-                step.ignored.add(group)
-        elif not group.has_beams:
+        """Return the events of a group that has run, and split or release it."""
+        if group.has_beams:
+            self._memory.store(group, chunk, chunk.end)
+            events = [
+                event
+                for step in cast(Sequence[BeamStep], outputs)
+                for event in self._answers(group, step)
+            ]
+        else:
+            tokens = cast(Sequence[SampledToken], outputs)
+            for token in tokens:
+                if token.is_pending:
+                    self._run_again(group, chunk)
+                    return []
             for sample in chunk.samples:
                 sample.num_unknown -= 1
-        self._count_computed(group, chunk, repeated=int(is_pending))
-        return [] if is_pending else self._continue(group, outputs)
-
-    def _count_computed(self, group: Group, chunk: Chunk, *, repeated: int) -> None:
-        """Count the tokens of a group that have run, and share its full blocks."""
-        served, end = len(chunk.token_ids) + len(chunk.encodes), chunk.end
-        is_last = len(chunk.token_ids) == max(1, chunk.beams) and chunk.samples
-        if is_last and end > group.first.num_tokens:
-            self._decode_tokens += served
-        else:
-            self._prefill_tokens += served
-        self._claims.serve(group.claim, served)
-        self._memory.store(group, chunk, end - repeated)
-
-    def _continue(self, group: Group, outputs: Sequence[object]) -> list[Event]:
-        """Return the events of a group that has run, and split or release it."""
-        events: list[Event] = []
-        if group.has_beams:
-            for step in cast(Sequence[BeamStep], outputs):
-                events += self._answers(group, step)
-        else:
-            sampled = zip(group.sequences, cast(Sequence[SampledToken], outputs), strict=False)
-            events = [append_token(*each) for each in sampled]
+            self._memory.store(group, chunk, chunk.end)
+            events = list(map(append_token, group.sequences, tokens))
+            if len(events) > 1 and not group.is_finished:
+                self._split(group)
+                return events
         if group.first.status == "finished" and group.is_finished:
             self._end(group)
-        elif outputs and len(group.sequences) > 1 and not group.has_beams:
-            self._split(group)
         return events
+
+    def _run_again(self, group: Group, chunk: Chunk) -> None:
+        """Let the last token of a group run again for its logits."""
+        self._memory.undo(group, chunk, tokens=1)
+        for step in self._in_flight:
+            step.ignored.add(group)
+        # until then its block is not shared
+        self._memory.store(group, chunk, chunk.end - 1)
+
+    def _count_served(self, chunks: Mapping[Group, Chunk]) -> None:
+        """Count the tokens of groups that have run."""
+        total = generated = 0
+        served: list[tuple[Claim, int]] = []
+        for group, chunk in chunks.items():
+            count = len(chunk.token_ids)
+            of_group = count + len(chunk.encodes)
+            if chunk.samples and (count == 1 or chunk.beams) and chunk.num_generated > 0:
+                generated += of_group
+            total += of_group
+            served.append((group.claim, of_group))
+        self._decode_tokens += generated
+        self._prefill_tokens += total - generated
+        self._claims.serve(served)
 
     def _answers(self, group: Group, step: BeamStep) -> list[Event]:
         """Return the answers of a search, if it has ended."""

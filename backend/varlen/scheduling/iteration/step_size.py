@@ -209,7 +209,6 @@ def tokens_of_step(
 
     Args:
         max_tokens: largest step.
-        cost: expected cost of steps.
         latency_seconds: target of the seconds of a step; 0 is no target.
         beside: groups of other steps of a pipeline, whose next tokens wait for this step too.
     """

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import cast
+
+import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
@@ -20,7 +23,6 @@ from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
-from varlen.scheduling.one_shot.forecast import Forecaster
 from varlen.scheduling.one_shot.partition import DpPartition
 from varlen.scheduling.one_shot.policy import FullBatches, Policy
 from varlen.scheduling.one_shot.queue import RequestQueue
@@ -28,6 +30,11 @@ from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
 
 _log = logging.getLogger(__name__)
 
+# Recent batches whose median tells the machine's speed. Half of them begin as expected, so that a first slow batch,
+# which compiles or touches memory, moves nothing.
+_RECENT = 15
+# The same for batches that ran alone, on all cores; of each size, as small ones gain little.
+_RECENT_ALONE = 7
 _MILLISECOND = 1e-3
 _BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
@@ -122,6 +129,8 @@ class OneShotScheduler:
         if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
             return []
+        if named := result.named(batch.sequences):
+            return self._fail_named(batch, named, EngineError(result.reason))
         running = [sequence.status == "running" for sequence in batch.sequences]
         if result.failure is not None:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
@@ -159,6 +168,15 @@ class OneShotScheduler:
         for part in (batch.sequences[half:], batch.sequences[:half]):
             self._split.appendleft(self._part(part, "split after running out of memory"))
 
+    def _fail_named(
+        self, batch: Batch, named: Sequence[SequenceState], error: EngineError
+    ) -> list[Event]:
+        """Return the failures of sequences whose adapter cannot be read; the others run again."""
+        others = [sequence for sequence in batch.sequences if sequence not in named]
+        if others:
+            self._split.append(self._part(others, "others have an adapter that cannot be read"))
+        return [SequenceFailure(each, error) for each in named if each.status == "running"]
+
     def _part(self, sequences: Sequence[SequenceState], reason: str) -> Batch:
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
         seconds = self._forecaster.slowdown * self._costs.seconds(shape)
@@ -190,3 +208,51 @@ def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
     return Work(
         requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
     )
+
+
+class Forecaster:
+    """Predicts requests, from any thread, and learns from batches, in one.
+
+    Other work on the machine slows all batches down at once. That changes what is promised to clients, but no decision
+    between two plans, so the correction is kept apart from the cost model.
+    """
+
+    def __init__(self, costs: CostModel, limits: BatchLimits) -> None:
+        self._costs = costs
+        self._limits = limits
+        self._ratios = deque([1.0] * (_RECENT // 2), maxlen=_RECENT)
+        self.slowdown = 1.0
+        self._worst_slowdown = 1.0
+        # by the bits of the number of tokens
+        self._alone: dict[int, deque[float]] = {}
+
+    def forecast(self, lengths: Sequence[int]) -> Forecast:
+        """Return the expected time of sequences of these lengths, in slow moments of the machine."""
+        limits, sizes = self._limits, np.array(lengths, dtype=float)
+        # full batches of sequences of one length
+        counts = np.minimum(limits.max_tokens // sizes, limits.max_sequences).clip(min=1.0)
+        tokens = counts * sizes
+        batches = self._costs.seconds_of(counts, tokens, tokens * sizes, sizes)
+        parts = float((batches / counts).sum())
+        longest = float(batches[sizes.argmax()])
+        return Forecast(self._worst_slowdown * parts, self._worst_slowdown * longest)
+
+    def alone(self, shape: BatchShape) -> float:
+        """Return the time of a batch that runs alone, over its time beside others."""
+        ratios = self._alone.get(shape.tokens.bit_length())
+        return statistics.median(ratios) if ratios else 1.0
+
+    def learn_alone(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from the seconds of a batch that ran alone, on all cores."""
+        ratios = self._alone.setdefault(shape.tokens.bit_length(), deque(maxlen=_RECENT_ALONE))
+        ratios.append(seconds / (self.slowdown * self._costs.seconds(shape)))
+
+    def learn(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from the seconds that a batch took."""
+        # not from what was predicted when it started: other batches have changed the slowdown meanwhile
+        self._ratios.append(seconds / self._costs.seconds(shape))
+        self.slowdown = statistics.median(self._ratios)
+        # a promise has to hold where the speed changes; the one worst batch may be an outlier
+        self._worst_slowdown = sorted(self._ratios)[-2]
+        # the cost model learns how this batch differs from other recent ones
+        self._costs.refine(shape, seconds / self.slowdown)

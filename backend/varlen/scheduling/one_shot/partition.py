@@ -7,19 +7,103 @@ least total time. This one weighs the time of each batch with the requests that 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape, FloatArray
 from varlen.costs.model import CostModel
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.one_shot.candidates import MAX_UNITS, Candidates, sliding_windows
 from varlen.scheduling.one_shot.policy import longest_prefix
 from varlen.scheduling.one_shot.queue import RequestQueue
 from varlen.scheduling.sequence import SequenceState
 
+# Largest number of units, which bounds the time of a decision.
+_MAX_UNITS = 96
 # Relative difference of sums that are equal but for rounding.
 _ROUNDING = 1e-9
+
+
+class _Candidates:
+    """Batches of consecutive units: `[i, k]` is the batch of units `i` to `i + k`.
+
+    A unit is one sequence. With more than `_MAX_UNITS` sequences, units in the second half are several sequences.
+    Entries of batches beyond the last unit are undefined.
+
+    Attributes:
+        cuts: [units + 1], number of sequences before each unit, then of all.
+        tokens_before, requests_before: [units + 1], tokens and requests before each unit, then of all. A part of a
+            request counts by its share of the waiting rows.
+        counts, tokens, squares, longest: [units, sizes], shape of each batch, as in `BatchShape`.
+        requests: [units, sizes], requests in each batch, counted as in `requests_before`.
+        room: [units, sizes], part of the limits that the batch leaves; less than 0 beyond them.
+        allowed: [units, sizes], whether there may be such a batch: within the limits, or of one unit.
+        earliest_deadlines: [sizes], earliest deadline in each batch that begins with the first unit.
+    """
+
+    def __init__(
+        self, sequences: Sequence[SequenceState], queue: RequestQueue, limits: BatchLimits
+    ) -> None:
+        """Describe the batches of sequences of a queue, at least one sequence."""
+        self.cuts = _cuts(len(sequences))
+        units = len(self.cuts) - 1
+        self._sizes = sizes = min(units, limits.max_sequences)
+        lengths = np.array([float(sequence.num_tokens) for sequence in sequences])
+        rows = np.array([queue.waiting_rows(sequence.request) for sequence in sequences])
+        # [quantities, units + 1], sums of the units before each one, then of all
+        before = np.zeros((4, len(sequences) + 1))
+        before[:, 1:] = np.ones_like(lengths), lengths, lengths * lengths, 1 / rows
+        before = before.cumsum(axis=1)[:, self.cuts]
+        _, self.tokens_before, _, self.requests_before = before
+        self.counts, self.tokens, self.squares, self.requests = (
+            self.at_ends(before) - before[:, :-1, None]
+        )
+        longest = np.maximum.reduceat(lengths, self.cuts[:-1])
+        self.longest = np.maximum.accumulate(_windows(longest, sizes), axis=1)
+        computed = limits.computed_tokens(self.counts, self.tokens, self.longest)
+        self.room: FloatArray = 1.0 - np.maximum(
+            computed / limits.max_tokens, self.counts / limits.max_sequences
+        )
+        self.allowed: npt.NDArray[np.bool_] = self.room >= 0.0
+        self.allowed[:, 0] = True
+        deadlines = [sequence.request.deadline for sequence in sequences]
+        self.earliest_deadlines = np.minimum.accumulate(deadlines)[self.cuts[1 : sizes + 1] - 1]
+
+    def at_ends(self, sums: FloatArray) -> FloatArray:
+        """Return sums, [..., units + 1], at the end of each batch, [..., units, sizes]."""
+        return _windows(sums[..., 1:], self._sizes)
+
+    def seconds(self, costs: CostModel) -> FloatArray:
+        """Return the predicted seconds of each batch, [units, sizes]."""
+        return costs.seconds_of(self.counts, self.tokens, self.squares, self.longest)
+
+
+def _cuts(count: int) -> npt.NDArray[np.int64]:
+    """Return the number of sequences before each unit, then of all."""
+    single = min(count, _MAX_UNITS // 2)
+    others = min(count - single, _MAX_UNITS - single)
+    ends = single + np.arange(others + 1) * (count - single) // max(1, others)
+    return np.concatenate([np.arange(single), ends])
+
+
+def _sliding_windows(values: FloatArray, size: int) -> FloatArray:
+    """Return every run of `size` contiguous values, a view [..., windows, size].
+
+    The function of numpy with this name takes 25 microseconds, which is much of a decision.
+    """
+    *outer, count = values.shape
+    strides = (*values.strides, values.strides[-1])
+    return np.ndarray((*outer, count - size + 1, size), values.dtype, values, 0, strides)
+
+
+def _windows(values: FloatArray, sizes: int) -> FloatArray:
+    """Return the values from each unit on, [..., units, sizes], the last one repeated."""
+    units = values.shape[-1]
+    padded = np.empty((*values.shape[:-1], units + sizes - 1))
+    padded[..., :units] = values
+    padded[..., units:] = values[..., -1:]
+    return _sliding_windows(padded, sizes)
 
 
 class DpPartition:
@@ -73,7 +157,7 @@ class DpPartition:
         is_by_length = math.isinf(self._pressure) and not queue.is_urgent
         if is_by_length:
             sequences.sort(key=lambda sequence: sequence.num_tokens)
-        candidates = Candidates(sequences, queue, self._limits)
+        candidates = _Candidates(sequences, queue, self._limits)
         seconds = slowdown * candidates.seconds(self._costs)
         fixed_seconds = slowdown * self._costs.fixed_seconds
         delays = self._delays(candidates, seconds, fixed_seconds, queue)
@@ -98,15 +182,15 @@ class DpPartition:
         """Return the first sequences: the largest batch, and at least half as many."""
         if math.isinf(self._pressure):
             # any unit may run, so each is one sequence
-            return queue.first(MAX_UNITS)
+            return queue.first(_MAX_UNITS)
         largest = self._limits.max_sequences
-        if 3 * largest > 2 * MAX_UNITS:
+        if 3 * largest > 2 * _MAX_UNITS:
             largest = len(longest_prefix(queue, self._limits))
-        return queue.first(max(MAX_UNITS, 3 * largest // 2))
+        return queue.first(max(_MAX_UNITS, 3 * largest // 2))
 
     def _delays(
         self,
-        candidates: Candidates,
+        candidates: _Candidates,
         seconds: FloatArray,
         fixed_seconds: float,
         queue: RequestQueue,
@@ -156,7 +240,7 @@ def best_partition(costs: FloatArray) -> list[range]:
     least = np.full(count + sizes, math.inf)
     least[count] = 0.0
     # [items, sizes], views: least cost of the items behind each batch
-    behind = sliding_windows(least[1:], sizes)
+    behind = _sliding_windows(least[1:], sizes)
     best_sizes = [0] * count
     totals = np.empty(sizes)
     for first, batches, rest in zip(

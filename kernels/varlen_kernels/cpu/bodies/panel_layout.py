@@ -18,11 +18,11 @@ PANEL_FEATURES = PANEL_VECTORS * LANES
 
 
 class PanelWeight(NamedTuple):
-    """The weight of a linear layer for `linear_panels`.
+    """The weight of a linear layer for `linear_panels`, or of its groups for `linear_groups_panels`.
 
     Attributes:
         panels: `[panels, hidden * PANEL_FEATURES]`.
-        features: number of output features.
+        features: number of output features of a layer.
     """
 
     panels: Tensor
@@ -44,6 +44,12 @@ def pack_panels(weight: Tensor) -> PanelWeight:
     packed[:whole] = parts.transpose(0, 1)
     packed[whole:, :, : features - whole * PANEL_FEATURES] = weight[:, whole * PANEL_FEATURES :]
     return PanelWeight(packed.view(panels, -1), features)
+
+
+def pack_groups(weight: Tensor) -> PanelWeight:
+    """Return the weights of groups, `[groups, features, hidden]`, as panels of one group after another."""
+    packed = [pack_panels(each.t()).panels for each in weight]
+    return PanelWeight(torch.cat(packed), weight.shape[1])
 
 
 def _pairs(weight: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ product reads it from one end to the other: few rows are multiplied as fast as m
 to 6 rows by the features of a panel; its sums stay in registers. Each sum adds its products in the order of the hidden
 features, whatever the tile, so a row has the same result by itself and among others, to the last bit.
 
+A weight may also be a plain matrix; a tile then has some of its columns.
+
 Rows are fp32. Where the CPU multiplies pairs of bf16 numbers (AVX-512 BF16), rows of a bf16 weight are bf16 instead: an
 instruction adds two products to each of 16 sums in fp32.
 """
@@ -31,30 +33,44 @@ _PAIR_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 class _Tile:
-    """Writes the instructions of a product of some rows with a panel."""
+    """Writes the instructions of a product of some rows with a panel, or with columns."""
 
-    def __init__(self, context: Any, builder: Any, declared: Any, values: Any, rows: int) -> None:
-        self._builder = builder
-        x, row, panels, panel, sums = values
-        x_type, panels_type, sums_type = (declared.args[i] for i in (0, 2, 4))
-        # bytes of a number of the panel and of a row, and hidden features that are multiplied at a time
-        self._width, self._row_width = (each.dtype.bitwidth // 8 for each in (panels_type, x_type))
+    def __init__(
+        self,
+        context: Any,
+        builder: Any,
+        declared: Any,
+        values: Any,
+        rows: int,
+        vectors: int = PANEL_VECTORS,
+        *,
+        of_columns: bool = False,
+    ) -> None:
+        self._builder, self._vectors = builder, vectors
+        x, row, weight, begin, column, sums = values
+        x_type, weight_type, sums_type = (declared.args[i] for i in (0, 2, 5))
+        # bytes of a number of the weight and of a row, and hidden features that are multiplied at a time
+        self._width, self._row_width = (each.dtype.bitwidth // 8 for each in (weight_type, x_type))
         self._depth = 2 if HAS_PAIRS and self._row_width == 2 else 1
+        zero = ir.Constant(_SIZE, 0)
 
         def row_of(array_type: Any, array: Any, number: Any) -> Any:
-            zero = ir.Constant(_SIZE, 0)
             return element_address(context, builder, array_type, array, number, zero)
 
         self._rows = [
             row_of(x_type, x, builder.add(row, ir.Constant(_SIZE, i))) for i in range(rows)
         ]
-        self._panel = row_of(panels_type, panels, panel)
+        self._panel = element_address(context, builder, weight_type, weight, begin, column)
+        # from one hidden feature or pair of the weight to the next one
+        self._row_bytes = ir.Constant(_SIZE, vectors * LANES * self._width * self._depth)
+        if of_columns:
+            strides = context.make_array(weight_type)(context, builder, weight).strides
+            self._row_bytes = cgutils.unpack_tuple(builder, strides, 2)[0]
         self._sums = [row_of(sums_type, sums, ir.Constant(_SIZE, i)) for i in range(rows)]
         shape = context.make_array(x_type)(context, builder, x).shape
         self._hidden = cgutils.unpack_tuple(builder, shape, 2)[1]
         self._totals = [
-            [cgutils.alloca_once(builder, _FLOATS) for _ in range(PANEL_VECTORS)]
-            for _ in range(rows)
+            [cgutils.alloca_once(builder, _FLOATS) for _ in range(vectors)] for _ in range(rows)
         ]
         for total in (each for of_row in self._totals for each in of_row):
             builder.store(ir.Constant(_FLOATS, None), total)
@@ -91,21 +107,13 @@ class _Tile:
             is_last: whether it is half a pair.
         """
         builder, vector_bytes = self._builder, LANES * self._width * self._depth
-        row_bytes = PANEL_VECTORS * vector_bytes
-        weights = moved(
-            builder, self._panel, builder.mul(place, ir.Constant(_SIZE, row_bytes)), _BYTE
-        )
+        weights = moved(builder, self._panel, builder.mul(place, self._row_bytes), _BYTE)
+        ahead = builder.mul(self._row_bytes, ir.Constant(_SIZE, _FETCHED_AHEAD))
         factors = []
-        for i in range(PANEL_VECTORS):
-            offset = i * vector_bytes
-            self._fetch(
-                moved(
-                    builder, weights, ir.Constant(_SIZE, _FETCHED_AHEAD * row_bytes + offset), _BYTE
-                )
-            )
-            factors.append(
-                self._weights(moved(builder, weights, ir.Constant(_SIZE, offset), _BYTE))
-            )
+        for i in range(self._vectors):
+            offset = ir.Constant(_SIZE, i * vector_bytes)
+            self._fetch(moved(builder, weights, builder.add(ahead, offset), _BYTE))
+            factors.append(self._weights(moved(builder, weights, offset, _BYTE)))
         for row, of_row in zip(self._rows, self._totals, strict=True):
             number = self._number(
                 builder.mul(place, ir.Constant(_SIZE, self._row_width * self._depth)), row, is_last
@@ -157,23 +165,54 @@ class _Tile:
         self._builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
 
 
-def _product_of(rows: int) -> Any:
-    """Return a function that writes the products of `rows` rows with a panel; see `multiply_rows`."""
+def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
+    """Return a function that writes the products of `rows` rows; see `_products`."""
 
     @numba.extending.intrinsic
-    def multiply(_context, x, _row, panels, _panel, sums):
+    def multiply(_context, x, _row, weight, _begin, _column, sums):
         def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-            _Tile(context, builder, declared, values, rows)
+            _Tile(context, builder, declared, values, rows, vectors, of_columns=of_columns)
             return context.get_dummy_value()
 
-        return types.none(x, types.int64, panels, types.int64, sums), generate
+        return types.none(x, types.int64, weight, types.int64, types.int64, sums), generate
 
     return multiply
 
 
-_multiply_1, _multiply_2, _multiply_3, _multiply_4, _multiply_5, _multiply_6 = (
-    _product_of(rows) for rows in range(1, TILE_ROWS + 1)
-)
+def _products(vectors: int, *, of_columns: bool) -> Any:
+    """Return a function that writes the products of up to TILE_ROWS rows.
+
+    Args:
+        vectors: vectors of a panel's row, or of the columns.
+        of_columns: whether the weight is a plain matrix.
+    """
+    one, two, three, four, five, six = (
+        _product_of(rows, vectors, of_columns=of_columns) for rows in range(1, TILE_ROWS + 1)
+    )
+
+    @inlined
+    def multiply(rows, x, row, weight, begin, column, sums):
+        if rows == 6:
+            six(x, row, weight, begin, column, sums)
+        elif rows == 5:
+            five(x, row, weight, begin, column, sums)
+        elif rows == 4:
+            four(x, row, weight, begin, column, sums)
+        elif rows == 3:
+            three(x, row, weight, begin, column, sums)
+        elif rows == 2:
+            two(x, row, weight, begin, column, sums)
+        else:
+            one(x, row, weight, begin, column, sums)
+
+    return multiply
+
+
+_multiply_panel = _products(PANEL_VECTORS, of_columns=False)
+# multiply_vector(rows, x, row, weight, begin, column, sums) writes the products of some rows, fp32 from `row` on, with
+# LANES columns of the rows of a plain matrix from `begin` on; multiply_columns, with PANEL_FEATURES columns.
+multiply_vector = _products(1, of_columns=True)
+multiply_columns = _products(PANEL_VECTORS, of_columns=True)
 
 
 @inlined
@@ -186,15 +225,4 @@ def multiply_rows(rows, x, row, panels, panel, sums):
         panels: made by `panel_layout.pack_panels`, bf16 as uint16.
         sums: `[TILE_ROWS, PANEL_FEATURES]` fp32, the first rows are overwritten.
     """
-    if rows == 6:
-        _multiply_6(x, row, panels, panel, sums)
-    elif rows == 5:
-        _multiply_5(x, row, panels, panel, sums)
-    elif rows == 4:
-        _multiply_4(x, row, panels, panel, sums)
-    elif rows == 3:
-        _multiply_3(x, row, panels, panel, sums)
-    elif rows == 2:
-        _multiply_2(x, row, panels, panel, sums)
-    else:
-        _multiply_1(x, row, panels, panel, sums)
+    _multiply_panel(rows, x, row, panels, panel, 0, sums)

@@ -25,7 +25,7 @@ from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
 
 
 @inlined
-def _finish_tile(sums, rows, panel, bias, kind, out, to_row):
+def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
     """Write the results of the first rows of a tile."""
     first = panel * PANEL_FEATURES
     for lane in range(0, min(PANEL_FEATURES, out.shape[1] - first), LANES):
@@ -33,15 +33,24 @@ def _finish_tile(sums, rows, panel, bias, kind, out, to_row):
         for i in range(rows):
             value = load(sums, i, lane)
             if bias.shape[1]:
-                value = value + load_within(bias, 0, column)
+                value = value + load_within(bias, layer, column)
             if kind != NO_ACTIVATION:
                 value = activated(value, kind)
             store_within(out, to_row + i, column, value)
 
 
 @inlined
-def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias, kind, sums, out):
-    """Write some features of up to a block of tokens."""
+def multiply_block(
+    first, last, first_panel, last_panel, x, wide, panels, bias, layer, kind, sums, out
+):
+    """Write some features of up to a block of tokens.
+
+    Args:
+        first_panel, last_panel: bounds of its panels in the layer.
+        panels, bias: panels and biases of layers of one size, one after another.
+        layer: number of the layer.
+    """
+    begin_panel = layer * ((out.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES)
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
     is_ready = wide.shape[1] == 0
@@ -54,10 +63,10 @@ def _multiply_block(first, last, first_panel, last_panel, x, wide, panels, bias,
         for tile in range(tiles):
             begin, end = count * tile // tiles, count * (tile + 1) // tiles
             if is_ready:
-                multiply_rows(end - begin, x, first + begin, panels, panel, sums)
+                multiply_rows(end - begin, x, first + begin, panels, begin_panel + panel, sums)
             else:
-                multiply_rows(end - begin, wide, begin, panels, panel, sums)
-            _finish_tile(sums, end - begin, panel, bias, kind, out, first + begin)
+                multiply_rows(end - begin, wide, begin, panels, begin_panel + panel, sums)
+            _finish_tile(sums, end - begin, panel, bias, layer, kind, out, first + begin)
 
 
 @inlined_body
@@ -83,7 +92,7 @@ def multiply(
         block, panel = unit // len(panels), unit % len(panels)
         count = min(len(panels) - panel, last_unit - unit)
         first = block * BLOCK
-        _multiply_block(
+        multiply_block(
             first,
             min(first + BLOCK, len(x)),
             panel,
@@ -92,6 +101,7 @@ def multiply(
             wide,
             panels,
             bias,
+            0,
             kind,
             sums,
             out,

@@ -1,6 +1,6 @@
 """Rows of tables and activations on CPUs, for functions that numba compiles.
 
-Source: the specifications are `reference.embed`, `reference.activate` and `reference.local_ids`.
+Source: the specifications are `reference.embed`, `reference.activate`, `reference.to_fp32` and `reference.local_ids`.
 """
 
 import numpy as np
@@ -62,6 +62,15 @@ def gather(
             else:
                 value = value * factor
             store_within(out, row, column, value)
+    return 0
+
+
+@inlined_body
+def widen(first, last, x, out):
+    """Write some rows in fp32."""
+    for row in range(first, last):
+        for column in range(0, out.shape[1], LANES):
+            store_within(out, row, column, load_within(x, row, column))
     return 0
 
 

@@ -61,7 +61,23 @@ MISTRAL = """{{ bos_token }}{% set state = namespace(turn=0) %}
     {%- endif -%}
 {%- endfor -%}
 """
-TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL}
+# What SmolLM3, Granite and Hunyuan have: a date, a switch in the text, methods of strings, slices, a mode.
+SWITCHES = """{%- if messages[0].role == "system" -%}
+{%- set system = messages[0].content -%}{%- set messages = messages[1:] -%}
+{%- else -%}{%- set system = "Today is " ~ strftime_now("%d %B %Y") ~ "." -%}{%- endif -%}
+{%- set mode = "think" if enable_thinking is defined and enable_thinking else "fast" -%}
+{%- if "/no_think" in system -%}{%- set mode = "fast" -%}
+{%- set system = system.replace("/no_think", "").rstrip() -%}{%- endif -%}
+{{- "<|start|>system<|end|>" + system.split("\n")[0] + " [" + mode + "]\n" -}}
+{%- for message in messages -%}
+{%- set content = message.content if message.content is string else "" -%}
+{%- if message["role"] == "user" -%}{{- "<|user|>" + content.strip() -}}
+{%- elif message.role == "assistant" -%}
+{%- generation -%}{{- content.split("</think>")[-1].lstrip("\n") ~ "<|eot|>" -}}{%- endgeneration -%}
+{%- endif -%}{%- if loop.last and add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}
+{%- endfor -%}
+"""
+TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL, "switches": SWITCHES}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATS = {
     "one": [{"role": "user", "content": "Hi <b>&\n 你好"}],
@@ -94,7 +110,11 @@ def shared_template(source):
     "name, chat",
     [
         *((name, chat) for name in TEMPLATES for chat in CHATS.values()),
-        *((name, chat) for name in ("llama", "chatml") for chat in WITH_SYSTEM.values()),
+        *(
+            (name, chat)
+            for name in ("llama", "chatml", "switches")
+            for chat in WITH_SYSTEM.values()
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
@@ -220,6 +240,7 @@ def test_refuses_messages_by_number(messages, message):
 def test_a_template_that_is_no_template_is_refused_at_load():
     with refused_checkpoint("the chat template cannot be read: "):
         template_of("{% for %}")
+    assert template_of("fine").render(CHATS["turns"]) == "fine"
 
 
 BOMBS = {
@@ -240,6 +261,7 @@ def test_a_template_that_takes_too_much_is_refused_at_load(name):
 
     with refused_checkpoint(f"the chat template of this model takes more than {reason}"):
         template_of(BOMBS[name], limits=limits)
+    assert template_of("fine", limits=limits).render(CHATS["turns"]) == "fine"
 
 
 @pytest.mark.parametrize("name", BOMBS)

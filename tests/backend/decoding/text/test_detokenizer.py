@@ -12,13 +12,21 @@ from tests.backend.decoding.text.small_tokenizers import (
     byte_level,
     metaspace,
 )
+from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import Detokenizer
 
 
 def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):
-    """Return the text of each token, then the rest."""
-    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
-    return [*map(detokenizer.add, ids), detokenizer.finish()]
+    """Return the text of each token, then the rest; another answer has the same."""
+    texts = TokenBytes(tokenizer).texts(skip_special_tokens=skip_special_tokens)
+    answers = []
+    for _ in range(2):
+        detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens, texts=texts
+        )
+        answers.append([*map(detokenizer.add, ids), detokenizer.finish()])
+    assert answers[0] == answers[1]
+    return answers[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +71,7 @@ def test_no_part_splits_a_character_of_a_text(kind, text):
 def test_an_answer_at_once_has_the_text_of_its_parts(kind, prompt, text):
     tokenizer = KINDS[kind]()
     prompt_ids, ids = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
-    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=True)
+    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=True, texts=None)
 
     whole = detokenizer.whole(ids)
 

@@ -15,8 +15,14 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.execution.arenas import KvSize
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
-from varlen.execution.cuda.runner import CudaSteps
-from varlen.execution.packing import part_of_step, step_arrays, step_dims
+from varlen.execution.cuda.runner import CudaSources, CudaSteps
+from varlen.execution.packing import (
+    part_of_step,
+    source_arrays,
+    source_dims,
+    step_arrays,
+    step_dims,
+)
 from varlen.execution.programs import record_steps
 from varlen.memory.arena import Arena, Layout
 from varlen.models.checkpoint_folder import Checkpoint
@@ -43,11 +49,11 @@ def has_sources(folder):
 
 @pytest.fixture(scope="module")
 def programs(folder, has_sources):
-    """Return the programs of a step for a CPU and for a GPU."""
+    """Return step and encoder for a CPU, then for a GPU."""
     load = load_encoder_decoder if has_sources else load_decoder
     model = load(Checkpoint.open(folder), torch.float32, CPU)
     kv = KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32)
-    return record_steps(model, kv)[0], record_steps(model, kv, partial(Recorder, for_gpu=True))[0]
+    return record_steps(model, kv), record_steps(model, kv, partial(Recorder, for_gpu=True))
 
 
 @pytest.fixture
@@ -58,23 +64,38 @@ def graphs():
 @pytest.fixture
 def steps(programs, graphs):
     """Return the steps of a CPU and of a GPU, over equal caches."""
-    generator = torch.Generator().manual_seed(0)
-    states = programs[0].states
-    caches = {state.name: torch.randn(state.shape, generator=generator) for state in states}
-
-    def make(kind, program, **options):
-        arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
-        copies = {name: cache.clone() for name, cache in caches.items()}
-        return kind(program, reference, arena, copies, **options), copies
-
-    cpu, cpu_caches = make(CpuRunner, programs[0], of_steps=True)
+    cpu, gpu = (each[0] for each in programs)
+    runner, cpu_caches = over_caches(CpuRunner, cpu, of_steps=True)
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
-    return (CpuSteps(cpu), cpu_caches), make(CudaSteps, programs[1], graphs=graphs, **blocks)
+    return (CpuSteps(runner), cpu_caches), over_caches(CudaSteps, gpu, graphs=graphs, **blocks)
+
+
+@pytest.fixture
+def sources(programs, graphs):
+    """Return the encoders of a CPU and of a GPU, over equal caches."""
+    if len(programs[0]) == 1:
+        return None
+    cpu, gpu = (each[1] for each in programs)
+    return over_caches(CpuRunner, cpu, of_steps=True), over_caches(CudaSources, gpu, graphs=graphs)
+
+
+def over_caches(kind, program, **options):
+    """Return a runner of a program, and its random caches."""
+    generator = torch.Generator().manual_seed(0)
+    caches = {s.name: torch.randn(s.shape, generator=generator) for s in program.states}
+    arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
+    return kind(program, reference, arena, caches, **options), caches
 
 
 def packed(chunks):
     """Return a step that only computes logits."""
     return part_of_step(step_arrays(chunks, BLOCK_SIZE))
+
+
+def logits_of(gpu, step):
+    """Return the logits of a step."""
+    gpu.run(step)
+    return gpu.last_logits(len(step.inputs["logit_rows"]))
 
 
 @pytest.fixture
@@ -112,7 +133,7 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
     (cpu, cpu_caches), (gpu, gpu_caches) = steps
 
     step = packed(chunks)
-    expected, actual = cpu.run(step.inputs, step_dims(step.inputs)).clone(), gpu.logits(step)
+    expected, actual = cpu.run(step.inputs, step_dims(step.inputs)).clone(), logits_of(gpu, step)
 
     roundings = encoder_roundings(folder)
     assert_close(actual, expected, roundings=roundings)
@@ -126,20 +147,20 @@ def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
 
     decoding = [chunk(5, 1) for _ in range(20)]
     for count in range(1, 21):
-        gpu.logits(packed(decoding[:count]))
+        logits_of(gpu, packed(decoding[:count]))
     assert graphs.replayed == 20
     longest = LARGEST["tokens"] - 18
     prompt = chunk(0, longest)
     for length in range(2, longest + 1):
         shorter = prompt._replace(token_ids=prompt.token_ids[:length])
-        gpu.logits(packed([*decoding[:18], shorter]))
+        logits_of(gpu, packed([*decoding[:18], shorter]))
 
     assert graphs.captured == captured
     assert graphs.replayed == 20 + longest - 1
 
 
 def test_loading_logs_what_the_graphs_cost(programs, caplog):
-    program = programs[1]
+    program = programs[1][0]
     with caplog.at_level(logging.INFO, "varlen"):
         arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
         caches = {state.name: torch.zeros(state.shape) for state in program.states}
@@ -159,7 +180,30 @@ def test_loading_logs_what_the_graphs_cost(programs, caplog):
 
 
 def test_layers_of_one_form_share_their_tiles_on_a_gpu(programs, has_sources):
-    calls = [[op.kernel for op in program.ops].count("paged_tiles") for program in programs]
+    calls = [[op.kernel for op in program.ops].count("paged_tiles") for program, *_ in programs]
 
     # a table of the decoder's own tokens, and one of the sources
     assert calls == [0, 2 if has_sources else 1]
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 19, 12], [3] * 9], ids=["one", "three", "nine"])
+def test_sources_give_the_caches_of_the_cpu_by_one_replay(
+    folder, has_sources, sources, graphs, lengths
+):
+    if not has_sources:
+        pytest.skip("a decoder has no sources")
+    (cpu, cpu_caches), (gpu, gpu_caches) = sources
+    blocks = iter(range(BLOCKS))
+    chunks = [
+        Chunk(None, 0, (0,), (), (), (next(blocks), next(blocks)), tuple(range(1, length + 1)))
+        for length in lengths
+    ]
+    arrays = source_arrays(chunks, BLOCK_SIZE)
+    captured = graphs.captured
+
+    cpu.run(arrays, source_dims(arrays), [])
+    gpu.start(arrays, source_dims(arrays))
+
+    assert (graphs.captured, graphs.replayed) == (captured, 1)
+    for name, cache in gpu_caches.items():
+        assert_close(cache, cpu_caches[name], roundings=encoder_roundings(folder))

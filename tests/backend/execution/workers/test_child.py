@@ -25,7 +25,9 @@ def test_a_worker_without_batches_releases_memory_once(monkeypatch):
         read=bytes,
         prepare=len,
         run=run,
-        runner=SimpleNamespace(use=MemoryUse, release_arenas=lambda: events.put("released")),
+        runner=SimpleNamespace(
+            use=MemoryUse, new_swaps=tuple, release_arenas=lambda: events.put("released")
+        ),
     )
     worker = Thread(target=child.answer_orders, args=(theirs, work))
     worker.start()

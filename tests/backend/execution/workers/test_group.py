@@ -6,7 +6,7 @@ from threading import Timer
 import pytest
 
 from varlen.config import EngineConfig
-from varlen.errors import EngineError
+from varlen.errors import AdapterFaultError, EngineError
 from varlen.execution.workers import group
 from varlen.execution.workers.group import Member
 from varlen.execution.workers.process import Setup
@@ -26,7 +26,7 @@ def stage(monkeypatch):
     connection, sends, receives = (theirs.detach() for _, theirs in pairs)
     descriptors = [connection, receives, new_shared(0), sends, new_shared(0)]
     config = EngineConfig(device="cpu", pipeline_parallel=3)
-    yield Member(Setup(leader, {"number": 1}, config, descriptors)), before, behind
+    yield Member(Setup(leader, {"number": 1, "gpu": 0}, config, descriptors)), before, behind
     for each in (leader, behind, before):
         each.close()
 
@@ -47,6 +47,34 @@ def test_a_stage_runs_after_the_one_before_it_and_before_the_one_behind(stage):
         with pytest.raises(BlockingIOError):
             behind.recv(1)
         assert member.handoffs.slot == (slot + 1) % 3
+
+    assert has_message(behind)
+
+
+def test_a_stage_runs_nothing_after_a_fault_of_the_one_before_it_and_passes_it_on(stage):
+    member, before, behind = stage
+    message = b'["a", "it was changed"]'
+    framed = len(message).to_bytes(4, "big") + message
+    before.sendall(framed)
+
+    with pytest.raises(AdapterFaultError, match="it was changed") as caught, member.running(None):
+        pytest.fail("it runs")
+
+    assert caught.value.adapter == "a"
+    behind.settimeout(60)
+    assert behind.recv(64) == framed
+
+
+def test_a_fault_of_a_stage_goes_to_the_one_behind_and_its_next_turn_is_its_own(stage):
+    member, before, behind = stage
+    before.sendall(bytes(8))
+
+    with pytest.raises(AdapterFaultError), member.running(None):
+        raise AdapterFaultError("b", "it is lost")
+    behind.settimeout(60)
+    assert behind.recv(64).endswith(b'["b", "it is lost"]')
+    with member.running(None):
+        pass
 
     assert has_message(behind)
 

@@ -19,7 +19,7 @@ from varlen.execution.workers.messages import (
     step_of,
 )
 from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import Masks, Payload, Prompt, RequestOptions, Unpooled, Vectors
+from varlen.request.request import Masks, Payload, Prompt, RequestOptions, Spans, Unpooled, Vectors
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import DevicePlan, Draws, Edits, SearchRules
 
@@ -27,7 +27,7 @@ from ..test_step_packing import sequence_of_source
 
 PLACES = st.lists(st.integers(0, 9), max_size=3).map(lambda each: np.array(each, np.int32))
 PAYLOADS = st.tuples(st.none() | PLACES, st.none() | st.integers(0, 9))
-KINDS = st.sampled_from([Payload, Masks, Vectors, Unpooled])
+KINDS = st.sampled_from([Payload, Masks, Vectors, Unpooled, Spans])
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 USE = MemoryUse(1, 2, 3, 4, 0.5, 6, 7)
 
@@ -90,7 +90,7 @@ def test_a_problem_arrives_without_answers():
     ours, theirs = Pipe()
     send_answers(theirs, Answers((), USE, "error", "Traceback: é"))
 
-    assert receive_answers(ours) == Answers([], USE, "error", "Traceback: é")
+    assert receive_answers(ours) == Answers([], USE, "error", "Traceback: é", swaps=[])
 
 
 BLOCK_SIZE = 4

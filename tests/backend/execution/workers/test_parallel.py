@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.adapters import overwrite, save_adapter
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.processes import is_gone
@@ -21,7 +22,7 @@ from varlen.in_process.generator import Generator
 from varlen.service.generation import GeneratorParts
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
-from varlen.telemetry.metrics import Stats
+from varlen.telemetry.metrics import CountedMetric, Stats
 
 # small, so that prompts run in chunks, sequences wait for others, and some are preempted
 SETTINGS = {
@@ -209,6 +210,51 @@ def test_the_stage_behind_one_that_stops_names_it(make, caplog):
 
     reason = r"stage 2 of 3 \(process \d+\): stage 1 did not answer within 1 s"
     assert re.search(reason, caplog.text)
+
+
+@pytest.mark.parametrize(
+    "processes", [RANKS, pytest.param(STAGES, marks=pytest.mark.full)], ids=str
+)
+@pytest.mark.parametrize(
+    "kind", ["BertModel", pytest.param("GPT2LMHeadModel", marks=pytest.mark.full)]
+)
+def test_an_adapter_that_is_overwritten_fails_its_requests_and_ends_no_process(
+    tmp_path, kind, processes
+):
+    generates = kind != "BertModel"
+    fields = {"fan_in_fan_out": True} if generates else {"r": 2}
+    folder = save_checkpoint(
+        tmp_path / "model", kind, **({"n_head": 4} if generates else {"num_attention_heads": 4})
+    )
+    for name in ("a", "b"):
+        save_adapter(folder, kind, name, **fields)
+    settings = SETTINGS if generates else {"device": "cpu", "dtype": "fp32", "warmup_seconds": 0}
+    config = EngineConfig(**{**settings, "threads": 2}, **processes)
+    parts, form = (GeneratorParts, Generator) if generates else (EncoderParts, Encoder)
+    stats = Stats()
+    names = ["a", "b", ""] * 4
+
+    def answer(model, name):
+        model = model.with_adapter(name)
+        try:
+            if not generates:
+                return model.embed(["the cat"])[0].tolist()
+            options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+            return model.generate([prompt_of(5)], **options)[0].token_ids
+        except EngineError as error:
+            return str(error)
+
+    with form(Service.load(parts, folder, config, stats, isolated=True)) as model:
+        overwrite(folder / "adapters/b")
+        with ThreadPoolExecutor(len(names)) as pool:
+            found = list(pool.map(partial(answer, model), names))
+
+    for name, each in zip(names, found, strict=True):
+        assert ("was changed after it was loaded" in str(each)) == (name == "b"), each
+    for name in ("a", ""):
+        answers_of = [each for each, own in zip(found, names, strict=True) if own == name]
+        np.testing.assert_allclose(answers_of, [answers_of[0]] * 4, rtol=1e-4, atol=1e-5)
+    assert not stats.drain().counts.get(CountedMetric.WORKER_RESTARTS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,17 @@ def worker(host, restarts):
     made = WorkerProcess(host, lambda: restarts.append(1))
     yield made
     made.close()
+
+
+def test_a_large_message_is_sent_by_the_thread_that_waits_for_it(worker, monkeypatch):
+    prompts, options = batch(3, 1)
+    expected = run(worker, prompts, options)
+    monkeypatch.setattr(worker_module, "_MOST_AT_ONCE", 0)
+
+    wait = launch(worker, prompts, options)
+
+    assert not worker._in_flight[0].is_sent
+    np.testing.assert_array_equal(np.stack(wait()), np.stack(expected))
 
 
 def num_threads(pid):
@@ -211,6 +223,7 @@ class FakeHost:
     """
 
     config = CONFIG
+    info = SimpleNamespace(adapters=())
 
     def __init__(self, *answers):
         self.answers = [each if isinstance(each, list) else [each] for each in answers]

@@ -20,9 +20,10 @@ ORIGINAL = "take the checkpoint of transformers that it was made of, which its m
 
 
 def load(folder):
-    """Open a checkpoint as a load does."""
+    """Open a checkpoint as a load does, and return what is known of it."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task(checkpoint.task)
+    return checkpoint
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "config.json"])
@@ -44,16 +45,18 @@ def test_a_pointer_to_a_pickle_counts_if_there_is_nothing_else(folder):
 
 
 def test_pointers_to_files_that_serving_does_not_need_stop_nothing(folder):
+    before = load(folder)
     for name in ("pytorch_model.bin", "model.onnx", "rust_model.ot"):
         write_file(folder, name, POINTER)
 
-    load(folder)
+    assert load(folder) == before
 
 
 def test_a_pipe_is_no_pointer(folder):
+    before = load(folder)
     os.mkfifo(folder / "other.json")
 
-    load(folder)
+    assert load(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -152,10 +155,11 @@ def test_the_names_that_the_hub_gives_are_enough(files, message):
 
 
 def test_other_forms_beside_safetensors_stop_nothing(folder):
+    before = load(folder)
     for name in ("model.gguf", "onnx/model.onnx", "tf_model.h5", "model.bin"):
         write_file(folder, name, "content")
 
-    load(folder)
+    assert load(folder) == before
 
 
 @pytest.mark.parametrize(

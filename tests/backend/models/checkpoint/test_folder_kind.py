@@ -7,9 +7,7 @@ from tests.checkpoints import WEIGHTS, write_file
 from varlen.models.checkpoint_folder import Checkpoint
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-0.6B", "r": 16}
-MESSAGE = (
-    'holds an adapter of peft for the model "Qwen/Qwen3-0.6B", not the model itself; load both'
-)
+MESSAGE = 'holds an adapter of peft for the model "Qwen/Qwen3-0.6B", not the model itself; put it'
 
 
 @pytest.mark.parametrize("missing", [("config.json", WEIGHTS), ("config.json",), (WEIGHTS,)])

@@ -4,15 +4,18 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 
 from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import END_OF_TEXT, module, pooling_files, set_fields, write_file
+from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?"]
+PAIRS = [("the cat", "a river"), ("a", "river, the river! is it 42?")]
 PROMPT = "the cat is: "
 DEFAULT_PROMPT = {
     "prompts": {"query": PROMPT, "document": "a river "},
@@ -35,7 +38,12 @@ def test_serves_the_logits_of_a_cross_encoder(make_checkpoint, tmp_path):
     CrossEncoder(str(made), device="cpu").save_pretrained(str(folder))
     assert (folder / "modules.json").exists()
 
-    Checkpoint.open(folder).check_task("rerank")
+    with Encoder.from_pretrained(folder, task="rerank", dtype="fp32") as encoder:
+        actual = encoder.classify(PAIRS)
+
+    oracle = CrossEncoder(str(folder), device="cpu")
+    expected = oracle.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert_close(actual[:, 0], expected, roundings=encoder_roundings(folder))
 
 
 @pytest.mark.parametrize("truncate", [False, True])
@@ -108,9 +116,10 @@ def test_refuses_a_default_prompt_of_a_cross_encoder(saved):
 
 @pytest.mark.parametrize("similarity", ["dot", "euclidean"])
 def test_takes_every_similarity_function(saved, similarity):
+    before = Checkpoint.open(saved)
     set_fields(saved, MODEL, similarity_fn_name=similarity)
 
-    Checkpoint.open(saved)
+    assert Checkpoint.open(saved) == before
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
     [
         (
             ["Pooling", "Transformer"],
-            "has the modules Pooling, Transformer; allowed: Transformer, Po",
+            "has the modules Pooling, Transformer; allowed: Transformer, WeightedLayerPooling or none, Po",
         ),
         (["Transformer", "Normalize"], "has the modules Transformer, Normalize; allowed"),
         (["Transformer", "Pooling", "Pooling"], "has the modules Transformer, Pooling, Pooling"),
@@ -165,7 +174,10 @@ def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
             "has the modules Transformer, Pooling, Normalize, Dense; allowed",
         ),
         (["Transformer", "LayerNorm"], "has the modules Transformer, LayerNorm; allowed"),
-        (["Transformer", "CNN"], 'has a module "CNN"; allowed: Transformer, Pooling, Dense, Layer'),
+        (
+            ["Transformer", "CNN"],
+            'has a module "CNN"; allowed: Transformer, WeightedLayerPooling, Pooling, Dense, Layer',
+        ),
     ],
 )
 def test_refuses_modules_in_another_order(saved, kinds, message):

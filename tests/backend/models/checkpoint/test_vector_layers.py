@@ -17,6 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import RequestError
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.vectors import VectorForm
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?"]
 DENSE = "2_Dense/config.json"
@@ -112,7 +113,7 @@ def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
     with Encoder.from_pretrained(tmp_path / "saved", dtype="fp32", threads=1) as encoder:
         actual = encoder.embed(TEXTS)
 
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(actual, expected, roundings=encoder_roundings(tmp_path / "saved") + 100)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +126,115 @@ def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
 )
 def test_layers_stay_in_fp32_in_other_dtypes(small_bert, tmp_path, settings):
     layers = [{"out_features": 10, "use_residual": True}, "norm", {"out_features": 10}]
-    expected = save(small_bert, tmp_path / "saved", dense=layers).encode(TEXTS)
+    made = save(small_bert, tmp_path / "saved", dense=layers)
+    save(small_bert, tmp_path / "pooled", normalize=False)
+    expected = made.encode(TEXTS)
 
     with Encoder.from_pretrained(tmp_path / "saved", threads=1, **settings) as encoder:
         actual = encoder.embed(TEXTS)
+    with Encoder.from_pretrained(tmp_path / "pooled", threads=1, **settings) as encoder:
+        pooled = encoder.embed(TEXTS)
 
+    # the layers lose nothing: what differs from the model in fp32 came before them
+    features = {"sentence_embedding": torch.from_numpy(pooled).double()}
+    for module in [*made.double()][2:]:
+        features = module(features)
+    assert_close(actual, features["sentence_embedding"], roundings=100)
     cosines = (actual * expected).sum(1) / np.linalg.norm(actual, axis=1)
     assert cosines.min() > 0.99
+
+
+@pytest.mark.parametrize(
+    "kind, start",
+    [
+        ("BertModel", 0),
+        ("DistilBertModel", 2),
+        pytest.param("AlbertModel", 1, marks=pytest.mark.full),
+        pytest.param("MPNetModel", 1, marks=pytest.mark.full),
+        pytest.param("DebertaV2Model", 1, marks=pytest.mark.full),
+    ],
+)
+def test_outputs_of_layers_are_mixed_as_by_sentence_transformers(
+    make_checkpoint, tmp_path, kind, start
+):
+    expected = save_mix(make_checkpoint(kind), tmp_path, start).encode(TEXTS)
+
+    with Encoder.from_pretrained(tmp_path, dtype="fp32", threads=1) as encoder:
+        mixed = encoder.embed(TEXTS)
+        alone = np.concatenate([encoder.embed([text]) for text in TEXTS])
+    with Encoder.from_pretrained(tmp_path, dtype="bf16", threads=1) as encoder:
+        half = encoder.embed(TEXTS)
+
+    roundings = encoder_roundings(tmp_path) + 100
+    assert_close(mixed, expected, roundings=roundings)
+    assert_close(alone, expected, roundings=roundings)
+    assert (half * expected).sum(1).min() > 0.999
+
+
+def save_mix(folder, target, start):
+    """Save a checkpoint with WeightedLayerPooling, and return it as sentence-transformers loads it."""
+    set_fields(folder, "config.json", output_hidden_states=True)
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    set_fields(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **tokens)
+    transformer = modules.Transformer(str(folder))
+    features = transformer.get_embedding_dimension()
+    config = transformer.auto_model.config
+    mix = modules.WeightedLayerPooling(features, config.num_hidden_layers, start)
+    torch.nn.init.uniform_(mix.layer_weights.data, 0.2, 2)
+    stack = [transformer, mix, modules.Pooling(features), Normalize()]
+    SentenceTransformer(modules=stack, device="cpu").save_pretrained(str(target))
+    set_fields(target, "config.json", output_hidden_states=True)
+    return SentenceTransformer(str(target), device="cpu")
+
+
+def test_a_mix_that_gets_no_outputs_has_no_effect_as_in_sentence_transformers(
+    make_checkpoint, tmp_path
+):
+    save_mix(make_checkpoint(), tmp_path, 0)
+    set_fields(tmp_path, "config.json", output_hidden_states=False)
+    expected = SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS)
+
+    with Encoder.from_pretrained(tmp_path, dtype="fp32", threads=1) as encoder:
+        assert_close(encoder.embed(TEXTS), expected, roundings=encoder_roundings(tmp_path) + 100)
+
+
+def test_refuses_a_mix_of_other_layers_and_in_other_families(make_checkpoint, tmp_path):
+    save_mix(make_checkpoint("BertModel"), tmp_path / "bert", 0)
+    set_fields(tmp_path / "bert", "1_WeightedLayerPooling/config.json", layer_start=3)
+    with refused("num_hidden_layers 2 and layer_start 3; allowed: 2, the layers of the model, and"):
+        Checkpoint.open(tmp_path / "bert")
+
+    save_mix(make_checkpoint("ModernBertModel"), tmp_path / "modern", 0)
+    with refused('"WeightedLayerPooling", which is not served with model_type "modernbert"'):
+        Checkpoint.open(tmp_path / "modern")
+
+
+def test_the_rounding_of_pplx_embed_is_its_arithmetic(small_bert, tmp_path):
+    save(small_bert, tmp_path, normalize=False)
+    modules_of = json.loads((tmp_path / "modules.json").read_text())
+    own = {"idx": 2, "name": "2", "path": "", "type": "st_quantize.FlexibleQuantizer"}
+    with Encoder.from_pretrained(tmp_path, dtype="fp32", threads=1) as encoder:
+        pooled = encoder.embed(TEXTS)
+    expected = SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS).astype(np.float64)
+    (tmp_path / "modules.json").write_text(
+        json.dumps([*modules_of, {**own, "kwargs": ["quantization"]}])
+    )
+
+    with Encoder.from_pretrained(tmp_path, dtype="fp32", threads=1) as encoder:
+        rounded = encoder.embed(TEXTS)
+        unit = encoder.embed(TEXTS, normalize=True)
+
+    np.testing.assert_array_equal(rounded, np.round(rounded))
+    # a number beside the middle of two may go either way
+    assert np.abs(rounded - 127 * np.tanh(expected)).max() < 0.5 + 1e-3
+    np.testing.assert_allclose(
+        unit, rounded / np.linalg.norm(rounded, axis=1, keepdims=True), rtol=1e-5
+    )
+    np.testing.assert_array_equal(VectorForm(dtype="int8", is_rounded=True).of(rounded), rounded)
+    bits = VectorForm(dtype="ubinary", is_rounded=True).of(rounded)
+    np.testing.assert_array_equal(bits, np.packbits(pooled >= 0, axis=1))
+    short = VectorForm(8, dtype="binary", is_rounded=True).of(rounded)
+    np.testing.assert_array_equal(short, np.packbits(pooled[:, :8] >= 0, axis=1).astype(int) - 128)
 
 
 def test_a_request_decides_about_normalization_after_the_layers(saved):

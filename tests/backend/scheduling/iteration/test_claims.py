@@ -42,7 +42,7 @@ def test_the_waiting_work_of_a_tenant_is_what_its_claims_have_unserved(groups):
 
     for claim, steps in entered:
         for step in steps:
-            claims.serve(claim, step)
+            claims.serve([(claim, step)])
             unserved = Counter()
             for each, _ in entered:
                 unserved[each.tenant] += each.unserved

@@ -5,7 +5,7 @@ import pytest
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
-from varlen.scheduling.one_shot.forecast import Forecaster
+from varlen.scheduling.one_shot.one_shot import Forecaster
 
 SHAPE = BatchShape.of([100] * 4)
 

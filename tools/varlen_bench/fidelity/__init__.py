@@ -1,0 +1,1 @@
+"""Answers of engines for checkpoints of the hub, beside the original libraries."""
