@@ -20,6 +20,12 @@ from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
 from varlen_kernels.triton.copy_blocks import copy_blocks
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
+from varlen_kernels.triton.few_rows import (
+    linear_residual,
+    norm_append_kv,
+    norm_linear,
+    norm_next_tokens,
+)
 from varlen_kernels.triton.follow_beams import follow_beams
 from varlen_kernels.triton.groups import linear_groups
 from varlen_kernels.triton.heads import norm_heads, rotary

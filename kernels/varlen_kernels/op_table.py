@@ -333,6 +333,16 @@ def _summed(a: Arguments) -> Results:
     return [((a["places"].shape[0], a["x"].shape[1]), a["x"].dtype)]
 
 
+def _activated(a: Arguments) -> Results:
+    features = a["weight"].shape[1] // (2 if a["is_gated"] else 1)
+    return [((a["x"].shape[0], features), a["x"].dtype)]
+
+
+def _next_tokens(a: Arguments) -> Results:
+    (rows,), (_, vocabulary) = a["rows"].shape, a["weight"].shape
+    return [((rows, vocabulary), torch.float32), ((rows,), torch.int32)]
+
+
 def _joined(a: Arguments) -> Results:
     left, right = a["left"], a["right"]
     return [((left.shape[0], left.shape[1] + right.shape[1]), left.dtype)]
@@ -538,6 +548,11 @@ _ROWS = (
         _ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
         runs=_are_whole(1),
     ),
+    # a pass over the program of a GPU puts these in the place of others, see `execution.cuda.step_fusion`
+    Op(reference.norm_append_kv, _product, "fused"),
+    Op(reference.linear_residual, _product, "fused", in_place=(3,)),
+    Op(reference.norm_linear, _activated, "fused"),
+    Op(reference.norm_next_tokens, _next_tokens, "fused", results="logits tokens"),
     Op(reference.masked_softmax, _like("x"), "fused", in_place=(0,)),
     # the recorder declares the number of scores
     Op(reference.attention_padded, None, "fused", results="out scores by_head"),

@@ -139,7 +139,9 @@ def load_decoder(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
-    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage)
+    model: DecoderModel = _load(
+        checkpoint, dtype, device, dtype, rank, stage, by_output=device.type == "cuda"
+    )
     return model
 
 
@@ -156,7 +158,9 @@ def load_encoder_decoder(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
-    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage)
+    model: EncoderDecoderModel = _load(
+        checkpoint, dtype, device, dtype, rank, stage, by_output=device.type == "cuda"
+    )
     return model
 
 
@@ -167,6 +171,8 @@ def _load(
     last_dtype: torch.dtype,
     rank: Rank,
     stage: StageLayers | None,
+    *,
+    by_output: bool = False,
 ) -> Any:
     if (rank != ALONE or stage is not None) and not checkpoint.family.is_divisible:
         names = sorted(name for name, family in FAMILIES.items() if family.is_divisible)
@@ -179,4 +185,5 @@ def _load(
         )
     with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
+        read.by_output = by_output
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

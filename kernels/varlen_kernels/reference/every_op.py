@@ -6,6 +6,7 @@ from varlen_kernels.reference.attention import *
 from varlen_kernels.reference.beam import *
 from varlen_kernels.reference.beam_search import *
 from varlen_kernels.reference.extraction import *
+from varlen_kernels.reference.few_rows import *
 from varlen_kernels.reference.groups import *
 from varlen_kernels.reference.heads import *
 from varlen_kernels.reference.linear_layers import *

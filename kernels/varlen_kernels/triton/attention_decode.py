@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.triton.arrivals import arrivals_of
 from varlen_kernels.triton.attention_blocks import LOG2_E
 from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
@@ -44,10 +45,6 @@ _TILES: dict[tuple[int, int], dict[tuple[int, int, int], int]] = {
 _TILE_NAMES = ("BLOCK_N", "num_warps", "num_stages")
 # Elements of results that a merge reads at once.
 _MERGED_ELEMENTS = 1024
-# Fewest counters of arrivals that are allocated.
-_FEWEST_ARRIVALS = 4096
-# Counters by device and stream, whose kernels run one after another. All are kept: graphs hold their addresses.
-_arrivals: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 @triton.jit(do_not_specialize=["first_row", "splits", "min_keys", "bias_width"])
@@ -273,7 +270,7 @@ def attend_in_splits(
     splits = chosen.count
     context, sums, arrivals = out, out, out
     if splits > 1:
-        arrivals = _arrivals_of(qkv.device, programs)
+        arrivals = arrivals_of(qkv.device, programs)
         pairs = len(rows) * num_heads * splits
         context = torch.empty(pairs * head_dim, dtype=torch.float32, device=qkv.device)
         sums = torch.empty(pairs * 2, dtype=torch.float32, device=qkv.device)
@@ -312,20 +309,6 @@ def attend_in_splits(
         **launch,
         **dependent_launch(),
     )
-
-
-def _arrivals_of(device: torch.device, count: int) -> Tensor:
-    """Return `count` counters of the current stream or more, 0 when a kernel starts."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    kept = _arrivals.setdefault((device, stream), [])
-    if kept and len(kept[-1]) >= count:
-        return kept[-1]
-    size = max(_FEWEST_ARRIVALS, triton.next_power_of_2(count))
-    counters = torch.zeros(size, dtype=torch.int32, device=device)
-    # memory of a capture is of its graph, which sets it to 0 in every replay
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        kept.append(counters)
-    return counters
 
 
 def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[Launch]:

@@ -8,7 +8,7 @@ import torch
 from triton.runtime.interpreter import interpreter_builder
 
 from varlen_kernels import reference
-from varlen_kernels.triton import attention_decode, paged_tiles
+from varlen_kernels.triton import arrivals, attention_decode, paged_tiles
 from varlen_kernels.triton.attention_paged import attention_paged as attend
 from varlen_kernels.triton.splits import Splits, choose_splits
 from varlen_kernels.tuning import forced_launch
@@ -177,7 +177,7 @@ def test_counters_of_arrivals_are_0_after_each_launch(device, monkeypatch):
 
     found = [attend(**inputs, **settings) for _ in range(3)]
 
-    (counters,) = attention_decode._arrivals[inputs["qkv"].device, 0]
+    (counters,) = arrivals._arrivals[inputs["qkv"].device, 0]
     assert not counters.any()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -204,13 +204,13 @@ def test_the_result_does_not_depend_on_the_order_of_programs(device, monkeypatch
 
 def test_more_sequences_than_before_have_more_counters(device, monkeypatch):
     monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(2, 1))
-    monkeypatch.setattr(attention_decode, "_FEWEST_ARRIVALS", 1)
-    monkeypatch.setattr(attention_decode, "_arrivals", {})
+    monkeypatch.setattr(arrivals, "_FEWEST_ARRIVALS", 1)
+    monkeypatch.setattr(arrivals, "_arrivals", {})
 
     for count in (1, 3, 2):
         check_against_reference([(1, 70)] * count, 16, torch.float32, device)
 
-    (kept,) = attention_decode._arrivals.values()
+    (kept,) = arrivals._arrivals.values()
     # the first one may be in a graph
     assert [len(counters) for counters in kept] == [1, 4]
 

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from varlen.execution.cuda.buckets import Bucket, Buckets
 from varlen.execution.cuda.graphs import CudaGraphs, Replay, capture_each, on_host
+from varlen.execution.cuda.step_fusion import MOST_ROWS, fuse_steps
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, Region
+from varlen.memory.arena import Arena, Layout, Region, alignment_of
 from varlen.memory.cuda_memory import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
@@ -347,6 +348,7 @@ class CudaSteps(_GraphRunner):
     """
 
     on_host: Tensor | None = None
+    _few_rows: tuple[Program, Arena] | None = None
 
     def __init__(
         self,
@@ -393,6 +395,11 @@ class CudaSteps(_GraphRunner):
         self._best = torch.zeros(rows, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._draws = kernels_for(device)
+        # the same step in fewer kernels, with memory of its own
+        if few_rows := fuse_steps(program):
+            few = {name: min(size, MOST_ROWS) for name, size in most.items()}
+            layout = Layout(few_rows.buffers, alignment_of(device))
+            self._few_rows = few_rows, Arena(layout, few, device)
         (self._logits,) = program.new_outputs(most, device)
         self._decode_sizes = _decode_sizes(rows)
         self._buckets = Buckets(tokens, rows)
@@ -558,10 +565,20 @@ class CudaSteps(_GraphRunner):
             del inputs[value.name]
         inputs[_TOKENS] = self._token_ids[: dims["tokens"]]
         rows = dims["logit_rows"]
+        program, out = self.program, [self._logits[:rows]]
+        if self._few_rows and dims["tokens"] <= MOST_ROWS:
+            program, arena = self._few_rows
+            region = arena.allocate(dims)
+        chooses = len(program.outputs) > 1
+        if chooses:
+            out.append(self._chosen[:rows])
+        batch = PackedBatch(inputs, dims)
 
         def work() -> None:
             torch.index_select(self._words, 0, indices, out=inputs[_TOKENS])
-            self._run_program(dims, inputs, region, self._logits[:rows])
+            program.run(batch, self._kernels, region, states=self._states, out=out)
+            if chooses:
+                return
             torch.argmax(self._logits[:rows], 1, out=self._best[:rows])
             self._chosen[:rows].copy_(self._best[:rows])
 

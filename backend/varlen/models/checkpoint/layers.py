@@ -38,7 +38,7 @@ class Linear:
     """A linear layer, or a rank's part of it.
 
     Attributes:
-        weight: `[in, out]`, contiguous; see `varlen_kernels.reference.linear`.
+        weight: `[in, out]`, contiguous, or the transpose of a contiguous one; see `LayerReader`.
         bias: `[out]`, if it has one.
         is_partial: whether it has some of the inputs, so that all ranks together have the result.
         parts: layers of the checkpoint that it has side by side.
@@ -160,6 +160,8 @@ class LayerReader(Container[str]):
 
     rank = ALONE
     _stage: StageLayers | None = None
+    # whether the inputs of an output of a linear layer lie side by side, as decode kernels of a GPU read them
+    by_output = False
 
     def __init__(
         self,
@@ -305,7 +307,7 @@ class LayerReader(Container[str]):
         """Return a layer that gives a logit for each of this rank's tokens."""
         bounds = self._vocabulary(vocabulary)
         stored = self._stored(f"{name}.weight", (vocabulary, hidden), 0, [bounds])
-        weight = stored.new_empty(hidden, len(stored), dtype=self._dtype)
+        weight = self._new_weight(hidden, len(stored), stored.device)
         # transposes and converts at once
         return Linear(weight.copy_(stored.t()), None)
 
@@ -349,7 +351,7 @@ class LayerReader(Container[str]):
         ]
         widths = [sum(last - first for first, last in bounds) for bounds in outputs]
         rows = inputs[0][1] - inputs[0][0]
-        weight = torch.empty(rows, sum(widths), dtype=self._dtype, device=self._device)
+        weight = self._new_weight(rows, sum(widths), self._device)
         places = torch.split(weight, widths, dim=1)
         for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
             stored = self._stored(
@@ -377,6 +379,14 @@ class LayerReader(Container[str]):
         for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
             place.copy_(self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds))
         return Linear(weight, joined, is_partial, made, ref(weight))
+
+    def _new_weight(self, fan_in: int, fan_out: int, device: torch.device) -> Tensor:
+        """Return an uninitialised weight, `[in, out]`."""
+        import torch
+
+        shape = (fan_out, fan_in) if self.by_output else (fan_in, fan_out)
+        weight = torch.empty(shape, dtype=self._dtype, device=device)
+        return weight.t() if self.by_output else weight
 
     def group_linear(
         self, names: Sequence[Sequence[str]], fan_in: int, fan_out: int, *, split: Split
