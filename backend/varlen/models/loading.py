@@ -139,9 +139,8 @@ def load_decoder(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
-    model: DecoderModel = _load(
-        checkpoint, dtype, device, dtype, rank, stage, by_output=device.type == "cuda"
-    )
+    by_output = is_by_output(device)
+    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage, by_output=by_output)
     return model
 
 
@@ -158,10 +157,16 @@ def load_encoder_decoder(
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
+    by_output = is_by_output(device)
     model: EncoderDecoderModel = _load(
-        checkpoint, dtype, device, dtype, rank, stage, by_output=device.type == "cuda"
+        checkpoint, dtype, device, dtype, rank, stage, by_output=by_output
     )
     return model
+
+
+def is_by_output(device: torch.device) -> bool:
+    """Return whether the inputs of an output lie side by side in a decoder's weights."""
+    return device.type == "cuda"
 
 
 def _load(

@@ -1,4 +1,4 @@
-"""Parts of a decode step that a GPU runs in one kernel for few rows, in plain torch."""
+"""Parts of a decode step that are one kernel on a GPU, in plain torch."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ __all__ = ["linear_residual", "norm_append_kv", "norm_linear", "norm_next_tokens
 
 
 class FoldedNorm(NamedTuple):
-    """The norm in front of a linear layer, and what a kernel needs to apply it behind the product.
+    """The norm in front of a linear layer, to be applied behind the product.
 
     With weight g and bias b, layer_norm(x) @ W + c is (x·g @ W - mean · g @ W) / deviation + (b @ W + c).
 
@@ -50,7 +50,7 @@ def norm_append_kv(
     """Return the queries of norm(x) @ weight + bias, and write its keys and values; see `append_kv`.
 
     Returns:
-        `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`, of which only the queries mean something.
+        `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries mean something.
 
     Args:
         x: `[tokens, hidden]`.
@@ -117,14 +117,18 @@ def norm_next_tokens(
     eps: float,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of some rows, `[rows, vocabulary]` fp32, and the token of the largest: `[rows]` int32.
+    """Return the logits of some rows, and the token of the largest.
 
-    Of equal logits the first one counts as the largest.
+    The first one of equal logits counts as the largest.
+
+    Returns:
+        `[rows, vocabulary]` fp32 and `[rows]` int32.
 
     Args:
         x: `[tokens, hidden]`.
         rows: `[rows]` int32, tokens with logits.
-        weight, bias: of the output layer, `[hidden, vocabulary]` and `[vocabulary]`.
+        weight: the output layer, `[hidden, vocabulary]`.
+        bias: `[vocabulary]`.
         eps: added to the mean square or the variance.
     """
     logits = linear(_normed(x[rows], norm, eps), weight, bias).float()

@@ -11,7 +11,10 @@ _arrivals: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def arrivals_of(device: torch.device, count: int) -> Tensor:
-    """Return `count` int32 of the current stream or more, 0 when a kernel starts; it leaves them so."""
+    """Return at least `count` counters of the current stream, int32.
+
+    They are 0 when a kernel starts, and it leaves them so.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     kept = _arrivals.setdefault((device, stream), [])
     if kept and len(kept[-1]) >= count:

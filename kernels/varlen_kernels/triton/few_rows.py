@@ -1,8 +1,8 @@
-"""The linear layers of a decode step of at most 64 rows, each in one kernel with what is before and behind it.
+"""Linear layers of at most 64 rows, each with its neighbours in one kernel.
 
-A step reads each weight once, so a kernel takes as long as its weights. One program owns some features of all rows and
-reads their weights, `[features, hidden]` in memory, as one stream. Up to 4 rows run on CUDA cores, more on
-tensor cores.
+They are the products of a decode step with its norms, positions, append, activations, sums and choice. A step reads
+each weight once, so a kernel takes as long as its weights. One program owns some features of all rows and reads their
+weights, `[features, hidden]` in memory, as one stream. Up to 4 rows run on CUDA cores, more on tensor cores.
 
 A norm is applied behind the product, which needs the weighted inputs only: the sums of a row and of its squares come
 from the same pass. What an epilogue combines, such as the halves that a rotation turns or a gate and its factor, are
@@ -30,12 +30,14 @@ from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_ke
 from varlen_kernels.triton.kv_blocks import check_caches
 
 MOST_ROWS = 64
-# Rows of a program: the first number that is not less than those of the step.
+# Rows of a program: the first number that is not less than the rows of the step.
 _ROWS = (1, 4, 16, 64)
 # Most rows on CUDA cores.
 _CORE_ROWS = tl.constexpr(4)
 # Bytes of a tile of weights on CUDA cores, by rows of a program; on tensor cores weights of 16 bits of each feature.
 _TILES = {1: 16384, 4: 4096, 16: 256, 64: 128}
+# Most bytes of the weights of a feature in a tile.
+_WIDEST = 2048
 # Programs that fill a large GPU. Programs own fewer features where that leaves some idle.
 _PROGRAMS = 256
 # Tiles that are in flight on tensor cores.
@@ -255,7 +257,7 @@ def _append_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute pairs of features of queries, keys or values: one of each half of a head."""
+    """Compute pairs of features, one of each half of a head."""
     HALF: tl.constexpr = HEAD_DIM // 2
     PAIRS: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF
     place = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -334,7 +336,7 @@ def _next_tokens_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute FEATURES logits of each row and its best one; the last program writes the best of all."""
+    """Compute FEATURES logits of each row; the last program writes the tokens."""
     token = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     is_token = token < VOCABULARY
     requested = _request(weight_ptr, token, is_token, HIDDEN, ROWS, BLOCK, DEPENDENT)
@@ -574,7 +576,6 @@ def _settings(
     """
     hidden, features = weight.shape
     check_dtype(x=x)
-    check_rows(weight.t(), transposed=weight.t())
     check_out(x, (len(x), hidden), weight.dtype)
     if rows > MOST_ROWS or not weight.t().is_contiguous():
         raise ValueError(
@@ -609,7 +610,8 @@ def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, int]:
     # 64 features would else take more shared memory than some GPUs have, and fp32 more registers than there are
     smaller = max(1, count // 32) * (1 if item == 2 else 8)
     block = _TILES[most] // (count * item if on_cores else smaller)
-    block = max(16, min(block, triton.next_power_of_2(hidden)))
+    # wider rows of weights would spill registers
+    block = max(16, min(block, _WIDEST // item, triton.next_power_of_2(hidden)))
     return {
         "ROWS": most,
         "FEATURES": count,

@@ -36,7 +36,21 @@ def random_lengths(count: int, most: int) -> Iterator[list[int]]:
         yield [generator.randint(1, longest) for _ in range(sequences)]
 
 
-@pytest.mark.parametrize("op", TABLE)
+# Ops of at most 64 rows, with a few kernels by their number.
+FEW_ROWS = ["linear_residual", "norm_append_kv", "norm_linear", "norm_next_tokens"]
+
+
+@pytest.mark.parametrize("op", FEW_ROWS)
+def test_four_kernels_serve_all_numbers_of_few_rows(op):
+    with dry_run(90) as compiled:
+        for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 48, 63, 64):
+            call = op_call(op, torch.bfloat16, lengths=[1] * rows)
+            call.run(kernels("fused"), call.make_empty())
+
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("op", [op for op in TABLE if op not in FEW_ROWS])
 def test_after_the_warm_up_nothing_is_compiled(op):
     fused = kernels("fused")
 

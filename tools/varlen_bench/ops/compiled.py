@@ -89,9 +89,14 @@ def _pool(label: str, narrow: int | None = 3, length: int = 16, **more: Any) -> 
     return _call("pool", label, narrow, lengths=[length] * 4, **more)
 
 
+def _few(op: str, label: str, rows: int, **more: Any) -> CompiledCall:
+    return _call(op, f"{label}_{rows}", lengths=[1] * rows, **more)
+
+
 # Llama and Qwen3.
 _WIDE_HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 _ROTATED, _NORMED = "position_ids cos_sin", "query_weight key_weight"
+_GPT2: dict[str, Any] = {"norm": "layer"}
 _UNPOOLED = "normalize unpooled_lengths"
 _BY_DISTANCE: dict[str, Any] = {"narrow": None, "tensor_cores": False, "optional": "distances"}
 
@@ -181,6 +186,23 @@ COMPILED = [
     _append("64_rotated", 8, _ROTATED),
     _append("128_rotated", 8, _ROTATED, dtypes=_ONE, **_WIDE_HEADS),
     _append("128_normed", 8, f"{_ROTATED} {_NORMED}", dtypes=_ONE, **_WIDE_HEADS),
+    # GPT-2 small and Llama 3.2 1B, with as many rows as programs have
+    _few("norm_append_kv", "768", 1, **_GPT2, optional="", kv_heads=12),
+    _few("norm_append_kv", "768", 64, **_GPT2, optional="", kv_heads=12),
+    _few("norm_append_kv", "2048", 4, hidden=2048, heads=32, kv_heads=8),
+    _few("norm_append_kv", "2048", 16, hidden=2048, heads=32, kv_heads=8),
+    _few("linear_residual", "768", 1),
+    _few("linear_residual", "2048", 4, hidden=2048, features=8192),
+    _few("linear_residual", "2048", 16, hidden=2048, features=8192),
+    _few("linear_residual", "768", 64),
+    _few("norm_linear", "2048", 1, hidden=2048, features=16_384),
+    _few("norm_linear", "2048", 4, hidden=2048, features=16_384),
+    _few("norm_linear", "768", 16, **_GPT2, kind="gelu_tanh", is_gated=False),
+    _few("norm_linear", "2048", 64, hidden=2048, features=16_384, tensor_cores=True),
+    _few("norm_next_tokens", "768", 1, **_GPT2, vocabulary=50_257),
+    _few("norm_next_tokens", "2048", 4, hidden=2048, vocabulary=128_256),
+    _few("norm_next_tokens", "768", 16, **_GPT2, vocabulary=50_257, tensor_cores=True),
+    _few("norm_next_tokens", "2048", 64, hidden=2048, vocabulary=128_256, tensor_cores=True),
     _call("copy_blocks", 64, 2, layers=12, dtypes=_ONE),
     _call("paged_tiles", 64, lengths=[64] * 4, new=[40] * 4, dtypes=_ONE),
     _call("paged_tiles", "64_decode", lengths=[25] * 4, new=[1] * 4, dtypes=_ONE),

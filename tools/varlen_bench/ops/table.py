@@ -38,6 +38,7 @@ from varlen_kernels.reference.beam_search import (
     SearchResults,
     SearchState,
 )
+from varlen_kernels.reference.few_rows import FoldedNorm
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, EditLists, EditState
 
 # Sizes of a call by name, such as `tokens`. The sizes of BERT-base are the defaults.
@@ -273,6 +274,24 @@ def _append_bytes(s: Sizes) -> int:
     return int(2 * s.tokens * width * s.itemsize + 8 * s.tokens)
 
 
+def _by_output(hidden: int, features: int) -> Make:
+    """Return how to make a weight whose inputs lie side by side."""
+    return lambda make: make.random(features, hidden).mul_(hidden**-0.5).t()
+
+
+def _folded(s: Sizes, features: int) -> Make:
+    """Return how to make the norm in front of a linear layer."""
+
+    def made(make: Tensors) -> FoldedNorm:
+        gain = make.random(s.hidden)
+        if s.norm == "rms":
+            return FoldedNorm(gain, None, None, None)
+        sums, shift = (make.random(features, dtype=torch.float32) for _ in range(2))
+        return FoldedNorm(gain, gain, sums, shift)
+
+    return made
+
+
 def _edits(s: Sizes) -> Make:
     """Return how to make edits of `longest` tokens of each row."""
     rows, count = s.batch * s.beams, s.longest
@@ -435,6 +454,22 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "attention_paged.tiles": _paged_tiles,
     "copy_blocks.memory": lambda s: (2 * s.layers, _BLOCKS, s.kv_heads, s.block_size, s.head_dim),
     "copy_blocks.copies": lambda s: _table(_copied(s), 2),
+    # decode steps of few rows
+    "norm_append_kv.weight": lambda s: _by_output(s.hidden, s.width),
+    "norm_append_kv.bias": lambda _: None,
+    "norm_append_kv.norm": lambda s: _folded(s, s.width),
+    "norm_append_kv.slots": _slots,
+    "norm_append_kv.key_cache": lambda s: _unwritten(s.dtype, *_cache(s)),
+    "norm_append_kv.value_cache": lambda s: _unwritten(s.dtype, *_cache(s)),
+    "linear_residual.x": lambda s: (s.tokens, s.features),
+    "linear_residual.weight": lambda s: _by_output(s.features, s.hidden),
+    "norm_linear.weight": lambda s: _by_output(s.hidden, s.features),
+    "norm_linear.bias": lambda _: None,
+    "norm_linear.norm": lambda s: _folded(s, s.features),
+    "norm_next_tokens.rows": lambda s: [*range(s.tokens)],
+    "norm_next_tokens.weight": lambda s: _by_output(s.hidden, s.vocabulary),
+    "norm_next_tokens.bias": lambda _: None,
+    "norm_next_tokens.norm": lambda s: _folded(s, s.vocabulary),
     # logits
     "beam_step.logits": lambda s: _scaled(3, s.batch * s.beams, s.vocabulary),
     "logits": lambda s: _scaled(3, s.batch, s.vocabulary, dtype=torch.float32),
@@ -492,6 +527,8 @@ def _scale(s: Sizes) -> float:
 
 _HEADS: dict[str, Any] = {"num_heads": lambda s: s.heads, "num_kv_heads": lambda s: s.kv_heads}
 _LAYER_NORM_EPS, _RMS_NORM_EPS = {"eps": 1e-12}, {"eps": 1e-6}
+# Sequences of one token, and the kind of norm; another one than "rms" is only compiled.
+_FEW_ROWS = {"new": lambda s: [1] * s.batch, "norm": "rms"}
 # Half of each sequence is new: a decode step if all have one token.
 _HALF_NEW = {"kv_heads": 4, "new": lambda s: [-(-n // 2) for n in s.lengths]}
 
@@ -565,6 +602,26 @@ TABLE: dict[str, Row] = {
         written=("key_cache", "value_cache"),
         moved=_append_bytes,
         threshold=lambda s: None if "cos_sin" in s.optional else 0.0,
+    ),
+    "norm_append_kv": Row(
+        "{tokens}x{hidden} into {block_size} {heads}/{kv_heads}x{head_dim}",
+        options=_HEADS | _RMS_NORM_EPS,
+        optional="position_ids cos_sin",
+        sizes=_FEW_ROWS | {"kv_heads": 4},
+        read=results.appended,
+        written=("key_cache", "value_cache"),
+    ),
+    "linear_residual": Row("{tokens}x{features}x{hidden}", sizes=_FEW_ROWS),
+    "norm_linear": Row(
+        "{tokens}x{hidden}x{features}",
+        options=_RMS_NORM_EPS | {"kind": "silu", "is_gated": True},
+        sizes=_FEW_ROWS,
+    ),
+    "norm_next_tokens": Row(
+        "{tokens}x{hidden}x{vocabulary}",
+        options=_RMS_NORM_EPS,
+        sizes=_FEW_ROWS,
+        read=results.first,
     ),
     "copy_blocks": Row(
         "{batch} of {block_size} {layers}x{kv_heads}x{head_dim}",

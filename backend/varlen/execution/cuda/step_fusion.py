@@ -1,7 +1,8 @@
-"""Puts the ops for few rows in the place of others in a recorded step: five kernels a layer.
+"""Puts ops for few rows into a recorded step: five kernels a layer.
 
-A norm is folded into the linear layer that reads it. A linear layer takes the append of keys and values, the
-activation or the sum with the residual that follows. docs/decisions/0118-few-rows.md has the reasons.
+They take the place of others. A norm is folded into the linear layer that reads it. A linear layer takes the append of
+keys and values, the activation or the sum with the residual that follows.
+docs/decisions/0118-few-rows.md has the reasons.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ class _Fusion:
             self.ops[linear] = None
 
     def _sum(self, op: Op) -> tuple[int, Op] | None:
-        """Return the number of the linear layer that a norm with a residual reads, and the op of both."""
+        """Return the linear layer before a norm with a residual, and their op.
+
+        The layer is a number; None for another maker of what the norm reads.
+        """
         x, residual = op.operands[:2]
         assert isinstance(x, Value)
         linear = self._maker.get(x)
@@ -132,7 +136,7 @@ class _Fusion:
                     after.writes,
                 )
                 return True
-            if after.kernel in ("activate", "activate_gate") and self._only_reader(product):
+            if after.kernel in ("activate", "activate_gate") and self._only_reader(product) == last:
                 is_gated = after.kernel == "activate_gate"
                 if is_gated or after.operands[1] is None:
                     attributes |= {**after.attributes, "is_gated": is_gated}
@@ -165,7 +169,10 @@ class _Fusion:
         return True
 
     def _only_reader(self, value: Value) -> int | None:
-        """Return the number of the only op that reads a value; None for others, and for outputs."""
+        """Return the number of the only op that reads a value.
+
+        None if there are others, or if the value is an output.
+        """
         readers = self._readers.get(value, [])
         return readers[0] if len(readers) == 1 and value not in self._program.outputs else None
 
@@ -176,7 +183,10 @@ def _tensor(operand: Operand) -> Tensor | None:
 
 
 def _fits(op: Op) -> bool:
-    """Return whether a kernel for few rows reads the weight of this linear layer: `[out, in]` in memory."""
+    """Return whether kernels for few rows read this layer's weight.
+
+    It is `[out, in]` in memory.
+    """
     x, weight = op.operands[:2]
     assert isinstance(x, Value)
     return (
@@ -188,7 +198,7 @@ def _fits(op: Op) -> bool:
 
 
 def _can_append(op: Op, qkv: Value) -> bool:
-    """Return whether an append of these heads can follow in the kernel of the product."""
+    """Return whether an append can follow in the kernel of the product."""
     (_, _, keys, _, _, cos_sin, query_weight, _), heads = op.operands, op.attributes
     head_dim = int(keys.shape[3])  # type: ignore[union-attr]
     whole = cos_sin is None or cos_sin.shape[1] == head_dim  # type: ignore[union-attr]

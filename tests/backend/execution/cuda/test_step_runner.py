@@ -16,6 +16,7 @@ from tests.repeated_work import RepeatedWork
 from varlen.execution.arenas import KvSize
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
+from varlen.execution.cuda.step_fusion import fuse_steps
 from varlen.execution.packing import (
     part_of_step,
     source_arrays,
@@ -25,6 +26,7 @@ from varlen.execution.packing import (
 )
 from varlen.execution.programs import record_steps
 from varlen.memory.arena import Arena, Layout
+from varlen.models import loading
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
@@ -34,7 +36,14 @@ from varlen_kernels import reference
 CPU = torch.device("cpu")
 BLOCK_SIZE, BLOCKS = 16, 90
 LARGEST = {"tokens": 64, "sequences": 20, "logit_rows": 20}
-KINDS = ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
+KINDS = [
+    "GPT2LMHeadModel",
+    "BartForConditionalGeneration",
+    "T5ForConditionalGeneration",
+    "LlamaForCausalLM",
+]
+# Ops of a step of few rows.
+FEW_ROWS = {"norm_append_kv", "linear_residual", "norm_linear", "norm_next_tokens"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,11 +58,15 @@ def has_sources(folder):
 
 @pytest.fixture(scope="module")
 def programs(folder, has_sources):
-    """Return step and encoder for a CPU, then for a GPU."""
+    """Return step and encoder for a CPU, then for a GPU with weights as there."""
     load = load_encoder_decoder if has_sources else load_decoder
-    model = load(Checkpoint.open(folder), torch.float32, CPU)
     kv = KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32)
-    return record_steps(model, kv), record_steps(model, kv, partial(Recorder, for_gpu=True))
+    checkpoint, dtype = Checkpoint.open(folder), torch.float32
+    cpu = record_steps(load(checkpoint, dtype, CPU), kv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "is_by_output", lambda _: True)
+        model = load(checkpoint, dtype, CPU)
+    return cpu, record_steps(model, kv, partial(Recorder, for_gpu=True))
 
 
 @pytest.fixture
@@ -157,6 +170,24 @@ def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
 
     assert graphs.captured == captured
     assert graphs.replayed == 20 + longest - 1
+
+
+def test_steps_of_few_rows_have_ops_of_their_own(folder, programs):
+    program = programs[1][0]
+    few = fuse_steps(program)
+
+    # weights of a CPU have another layout
+    assert fuse_steps(programs[0][0]) is None
+    if Checkpoint.open(folder).architecture == "BartForConditionalGeneration":
+        # norms behind its layers are folded into none
+        assert few is None
+        return
+    # beside them, one kernel a layer and two before all layers
+    kernels = {op.kernel for op in few.ops}
+    assert kernels == {*FEW_ROWS, "embed", "paged_tiles", "attention_paged"}
+    logits, tokens = few.outputs
+    assert (logits,) == program.outputs
+    assert tokens.dtype == torch.int32
 
 
 def test_loading_logs_what_the_graphs_cost(programs, caplog):
