@@ -61,7 +61,6 @@ def convert(folder: Path, into: Path | None = None) -> list[Path]:
 
 
 def _convert_weights(folder: Path, into: Path) -> list[Path]:
-    """Write the weights of the model; see `convert`."""
     if has_file(folder, _PICKLE_INDEX):
         weight_map, index = _read_index(folder)
         targets = _shard_names(weight_map)
@@ -171,7 +170,6 @@ def _convert_file(source: Path, target: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickle by name."""
     try:
         is_zip = _check_archive(path)
         # storages of an archive stay in the file until they are copied

@@ -270,7 +270,6 @@ def is_hub_name(source: str) -> bool:
 
 
 def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
-    """Return `max_batch_size` and the settings of the engine."""
     engine = dict(settings)
     with _refusing(ConfigError):
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
@@ -602,7 +601,6 @@ def _convert_pickles(folder: Path, into: Path) -> None:
 
 
 def _copy(source: Path, path: Path, into: Path) -> None:
-    """Copy a file of a checkpoint folder; raises CheckpointError as `locate`."""
     name = path.relative_to(source)
     (into / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(locate(source, str(name)), into / name)

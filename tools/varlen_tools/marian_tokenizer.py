@@ -78,7 +78,6 @@ def convert_marian(folder: Path) -> Tokenizer:
 
 
 def _read_vocabulary(folder: Path) -> Mapping[str, int]:
-    """Return the id of each token."""
     try:
         content: Any = read_json(folder, "vocab.json")
     except CheckpointError as error:

@@ -30,7 +30,6 @@ class Piece:
     """A piece of a model.
 
     Attributes:
-        score: log probability.
         kind: its type, such as `NORMAL`.
     """
 
@@ -44,7 +43,6 @@ class UnigramModel:
     """A unigram model.
 
     Attributes:
-        pieces: all pieces, in the order of their ids.
         charsmap: compiled rules that normalize characters; empty without rules.
         splits_words: whether no piece spans a space.
     """

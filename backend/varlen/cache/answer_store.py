@@ -34,7 +34,6 @@ class CachedAnswer:
 
     @property
     def size(self) -> int:
-        """Bytes of its entry."""
         return len(self.values) + ENTRY_BYTES
 
     def array(self) -> Float32Array:
@@ -55,7 +54,6 @@ class AnswerStore:
         """Make an empty store.
 
         Args:
-            clock: returns the time in seconds.
             max_bytes: largest size of all entries, keys and bookkeeping included.
             max_seconds: largest age of an answer.
         """

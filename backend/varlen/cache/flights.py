@@ -36,10 +36,8 @@ class Pending:
 
     Attributes:
         deadline: time on the cache's clock; infinity if there is none.
-        number: number in order of arrival.
         rows: the answer so far.
         missing: number of rows without an answer.
-        closed: whether the request is answered.
         joined: flights of others that it waits for, with the key.
         is_counted: whether it counts as a request that waits for others.
         is_cancelled: whether its client has cancelled; stays true.
@@ -82,7 +80,6 @@ class Flight:
         leader: the request whose priority and deadline they have.
         keys: one per prompt, in the order in which they are sent.
         waiting: requests and rows that wait for each key; a key leaves with its output.
-        tokens: number of tokens of all prompts.
     """
 
     leader: Pending
@@ -91,13 +88,11 @@ class Flight:
     tokens: int = 0
 
     def add(self, key: bytes, row: int) -> None:
-        """Add a prompt of the leader."""
         self.keys.append(key)
         self.waiting[key] = [(self.leader, row)]
         self.tokens += self.leader.request.prompts[row].num_tokens
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """Return the prompts, each once."""
         # the leader is the first that waits for each
         rows = (waiters[0][1] for waiters in self.waiting.values())
         return tuple(self.leader.request.prompts[row] for row in rows)

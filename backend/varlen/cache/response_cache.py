@@ -46,7 +46,6 @@ class CacheUse:
 
     Attributes:
         held_bytes: size of its entries, keys and bookkeeping included.
-        entries: number of stored answers.
         hits: sequences whose answer was stored.
         joined: sequences that waited for an equal one, of their own request or of another.
         misses: sequences that had to run.
@@ -78,8 +77,6 @@ class ResponseCache:
         Args:
             submit: the engine's method. Called without a lock held, from the threads that call `submit` here and from
                 those that answer flights.
-            joins: limits of requests that wait for others.
-            clock: returns the time in seconds.
             max_bytes: largest size of all entries, keys and bookkeeping included.
             max_seconds: largest age of an answer.
         """
@@ -109,7 +106,6 @@ class ResponseCache:
             raise error
 
     def use(self) -> CacheUse:
-        """Return its contents and counts."""
         with self._lock:
             return CacheUse(
                 self._store.held_bytes,
@@ -180,7 +176,6 @@ class ResponseCache:
         return own if own.waiting else None
 
     def _restart(self, waiting: Rows) -> None:
-        """Restart each of these requests, or fail it if it is refused."""
         # the most urgent first, so that others may join it
         queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
@@ -196,7 +191,6 @@ class ResponseCache:
         return all(_has_cancelled(pending) for pending in pending_requests)
 
     def _deliver(self, flight: Flight, key: bytes, output: Float32Array) -> None:
-        """Store an output, and deliver it to the requests that wait for it."""
         answer = CachedAnswer.of(output)
         done = []
         with self._lock:
@@ -235,7 +229,6 @@ class ResponseCache:
         return flight.pending_requests()
 
     def _close(self, pending: Pending) -> None:
-        """Mark a request as answered, and remove it from its flights."""
         pending.closed = True
         self._flights.leave(pending)
 
@@ -255,7 +248,6 @@ class _FlightReply:
         self.cache._deliver(self.flight, self.flight.keys[row], output)
 
     def finish(self) -> None:
-        """Fail requests without an output; outputs are delivered when they come."""
         if self.flight.waiting:
             self.fail(EngineError("the answer is not complete; the server's log says why"))
 
@@ -264,7 +256,6 @@ class _FlightReply:
 
 
 def _has_cancelled(pending: Pending) -> bool:
-    """Return whether the client has cancelled."""
     try:
         pending.is_cancelled = pending.is_cancelled or pending.reply.is_cancelled()
     except Exception:

@@ -59,14 +59,12 @@ class HostChunk:
         self.reserved_bytes = 0
 
     def reserve(self, size: int) -> None:
-        """Touch the pages up to `size`, so that no op meets a page fault."""
         wanted = self._in_steps(size)
         if wanted > self.reserved_bytes:
             self.memory[self.reserved_bytes : wanted].zero_()
             self.reserved_bytes = wanted
 
     def release(self, size: int) -> None:
-        """Return the pages after `size` to the system."""
         kept = self._in_steps(size)
         if kept < self.reserved_bytes:
             self._pages.madvise(mmap.MADV_DONTNEED, kept, self.reserved_bytes - kept)
@@ -110,7 +108,6 @@ class MappedChunk:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that have memory, from the first one."""
         return min(len(self._handles) * self._step, len(self.memory))
 
     def reserve(self, size: int) -> None:
@@ -124,7 +121,6 @@ class MappedChunk:
             self._handles.append(self._space.map(address, self._step))
 
     def release(self, size: int) -> None:
-        """Release the memory after the first `size` bytes, once nothing runs that may use it."""
         if len(self._handles) > self._steps(size):
             self._space.wait()
             _unmap(self._space, self._address, self._step, self._handles, self._steps(size))

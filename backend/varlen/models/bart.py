@@ -217,7 +217,6 @@ class BartConfig(declare.ConfigFields):
     is_tied: bool = declare.flag("tie_word_embeddings", default=True)
 
     def table_names(self, present: Container[str]) -> TableNames:
-        """Return the names of the tensors that hold the tables, given the checkpoint's names."""
         shared = "model.shared.weight"
         own = TableNames(
             "model.encoder.embed_tokens.weight",

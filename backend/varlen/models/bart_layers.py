@@ -60,7 +60,6 @@ class Bart:
     Attributes:
         source_embedding, target_embedding: embeddings of the encoder and the decoder.
         encoder_norm, decoder_norm: norms after the last layer, if norms are before sublayers.
-        output: `[hidden, vocabulary]`.
         attention_heads: heads of the decoder's layers, in both kinds of attention.
     """
 
@@ -76,11 +75,9 @@ class Bart:
 
     @property
     def token_table(self) -> TokenTable:
-        """The embeddings of tokens of targets."""
         return self.target_embedding.token_table
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
-        """Record the encoder, and storing its keys and values for each layer of the decoder."""
         heads = self.encoder_heads
         stream = _stream(ops, self.source_embedding, self.encoder_layers, self.encoder_norm)
         for layer in self.encoder_layers:
@@ -97,7 +94,6 @@ class Bart:
             cross.store(ops, number, kv, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
         heads = self.attention_heads
         stream = _stream(ops, self.target_embedding, self.layers, self.decoder_norm)
         for number, layer in enumerate(self.layers):
@@ -111,7 +107,6 @@ class Bart:
         return stream.x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
 
@@ -121,7 +116,6 @@ def _stream(
     layers: tuple[EncoderLayer, ...] | tuple[DecoderLayer, ...],
     last_norm: Norm | None,
 ) -> ResidualStream:
-    """Record the embeddings and return the residual stream of a stack."""
     norms = chain.from_iterable(layer.norms for layer in layers)
     if last_norm is None:
         return ResidualStream(ops, embedding.record(ops), norms, is_pre_norm=False, eps=_NORM_EPS)

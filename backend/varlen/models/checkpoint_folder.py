@@ -294,7 +294,6 @@ class Checkpoint:
 
     @property
     def family(self) -> Family[object]:
-        """The family of its model."""
         return family_of(self.config)
 
     @property
@@ -315,17 +314,14 @@ class Checkpoint:
 
     @property
     def num_labels(self) -> int:
-        """Outputs of the classification head, 0 when there is none."""
         return len(self.labels.names)
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model has the layers of a decoder."""
         return self.family.kind == "decoder"
 
     @property
     def is_causal(self) -> bool:
-        """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
 
     @property
@@ -478,7 +474,6 @@ class _Model:
     """The transformer of a folder, as its configuration says.
 
     Attributes:
-        folder: folder of the checkpoint.
         body: folder of config.json, the weights and the tokenizer.
         given: config.json as it is; empty for static embeddings, whose configuration varlen makes.
         config: config.json in the form that families read.

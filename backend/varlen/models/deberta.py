@@ -310,7 +310,6 @@ class _Reader:
         return self._read.linear(names, hidden, [hidden] * 3)
 
     def _projection(self, at: str, term: DistanceTerm) -> Linear:
-        """Return the fp32 layer that makes the table of a term."""
         hidden = self._config.hidden
         name = _PROJECTIONS[term][self._config.shares_projections]
         return self._read.fp32.linear([f"{at}.{name}"], hidden, [hidden])

@@ -35,7 +35,6 @@ class Convolution:
         linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
         size: tokens of a window.
         activation: applied to its output, which is added to the output of the first layer.
-        norm: norm of the sum.
     """
 
     linear: Linear
@@ -91,7 +90,6 @@ class Deberta:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         positions = None if self.position_table is None else inputs.position_ids(ops)
         x = self.token_table.record(ops, inputs.token_ids(ops), positions, self.position_table)
         if self.projection is not None:

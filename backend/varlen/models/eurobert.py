@@ -28,7 +28,6 @@ def _read_sizes(config: Json) -> llama.LlamaConfig:
 
 
 def _read_pooling(config: Json) -> _Pooling:
-    """Return the pooling of a classifier; `late` is the mean behind its dense layer."""
     return read_choice(config, "classifier_pooling", _POOLINGS, default="late")
 
 

@@ -139,7 +139,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
-    """Return the rotary positions of each layer."""
     kinds = _read_kinds(config)
     if "rope_local_base_freq" not in _options(config).fields:
         return (read_rotary(config),) * len(kinds)
@@ -173,10 +172,8 @@ class GemmaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: head layout of each layer.
         windows: window of each layer: number of last tokens that a token reads; where tokens read later ones too,
             those at a smaller distance. 0 is all.
-        rotary: rotary positions of each layer.
         score_scale: factor of the scores of attention.
         score_cap, logit_cap: limits of these scores and of logits; 0 is none.
         has_attention_bias: whether linear layers before and after the attention have a bias.

@@ -64,7 +64,6 @@ class ModernBertConfig(declare.ConfigFields):
     """What config.json says of a model.
 
     Attributes:
-        kinds: kind of each layer.
         window: tokens of layers with sliding attention read those at a smaller distance.
         classifier_pooling: pooling of a sequence into the classifier's row.
     """
@@ -135,7 +134,6 @@ class ModernBert:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         eps, norm = self.config.norm_eps, self.embedding_norm
         embedded = self.token_table.record(ops, inputs.token_ids(ops))
         x = residual = ops.layer_norm(embedded, norm.weight, norm.bias, eps=eps)

@@ -69,7 +69,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
-    """Return the rotary positions of each layer."""
     kinds = _read_kinds(config)
     if not _has_windows(config):
         return (read_rotary(config),) * len(kinds)
@@ -86,9 +85,7 @@ class OlmoConfig(declare.ConfigFields):
     """What config.json says of a model.
 
     Attributes:
-        heads: head layout of each layer.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
-        rotary: rotary positions of each layer.
         has_attention_bias: whether linear layers before and after the attention have a bias.
         has_tied_output: whether the output layer is the embedding table.
     """
@@ -154,7 +151,6 @@ class Olmo:
     heads: Heads
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         x = self.token_table.record(ops, inputs.token_ids(ops))
         for number, layer in enumerate(self.layers):
@@ -165,7 +161,6 @@ class Olmo:
         return ops.rms_norm(x, self.final_norm, eps=eps)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)

@@ -102,7 +102,6 @@ class EncoderSizes:
 
     @property
     def uncounted_token(self) -> int | None:
-        """The padding token, where transformers does not count it as a position."""
         return self.first_position - 1 if self.first_position else None
 
 
@@ -366,7 +365,6 @@ class _Reader:
         )
 
     def _layers(self) -> tuple[PostNormLayer, ...]:
-        """Return the layers; layers of one name share their weights."""
         family, sizes = self._family, self._sizes
         names = [family.layer.name.format(index) for index in range(sizes.layers)]
         own = list(dict.fromkeys(names))

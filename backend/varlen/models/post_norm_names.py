@@ -60,11 +60,9 @@ class LayerNames:
 
     @property
     def is_gated(self) -> bool:
-        """Whether there is a gate."""
         return self.gate is not None or len(self.up) > 1
 
     def has_bias(self, name: str) -> bool:
-        """Return whether a linear layer has a bias."""
         return name not in self.without_bias
 
 
@@ -90,7 +88,6 @@ class ExpertNames:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that are read."""
         return self.number, self.count, self.every
 
 

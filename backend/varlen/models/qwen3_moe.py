@@ -24,7 +24,6 @@ _MOST_EXPERTS = 4096
 
 
 def _read_experts(config: Json) -> int:
-    """Return the number of experts of a layer; 0 for none."""
     given = {name: read_int(config, name, lowest=0) for name in _NUM_EXPERTS if name in config}
     experts = next(iter(given.values()), 128)
     if any(each != experts for each in given.values()):
@@ -36,7 +35,6 @@ def _read_experts(config: Json) -> int:
 
 
 def _read_count(config: Json) -> int:
-    """Return the number of experts of a token."""
     count, experts = read_int(config, "num_experts_per_tok", default=8), _read_experts(config)
     if experts and count > experts:
         raise CheckpointError(
@@ -85,7 +83,6 @@ class _ExpertsConfig(declare.ConfigFields):
     dense: frozenset[int] = declare.computed(_read_dense, "mlp_only_layers")
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether the layer of this number has experts."""
         return self.experts > 0 and layer not in self.dense and (layer + 1) % self.step == 0
 
 

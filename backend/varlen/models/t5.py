@@ -130,7 +130,6 @@ class T5Config(declare.ConfigFields):
 
     @property
     def heads(self) -> AttentionHeads:
-        """The heads of all layers."""
         return AttentionHeads(self.num_heads, self.num_heads, self.head_dim)
 
 

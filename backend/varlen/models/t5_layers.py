@@ -46,7 +46,6 @@ class T5Encoder:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         stream = _residual_stream(ops, self.token_table, self.layers, self.norm, eps=self.norm_eps)
         for layer in self.layers:
             context = ops.attention_varlen(
@@ -81,13 +80,11 @@ class T5:
     norm_eps: float
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
-        """Record the encoder, and storing its keys and values for each layer of the decoder."""
         hidden = self.encoder.record(ops)
         for number, layer in enumerate(self.layers):
             cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         heads, layers = self.attention_heads, self.layers
         stream = _residual_stream(
             ops, self.token_table, layers, self.decoder_norm, eps=self.norm_eps
@@ -103,7 +100,6 @@ class T5:
         return stream.x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
 
@@ -115,7 +111,6 @@ def _residual_stream(
     *,
     eps: float,
 ) -> RmsResidualStream:
-    """Record the embeddings and return the residual stream of a stack."""
     norms = chain.from_iterable(layer.norms for layer in layers)
     embedded = table.record(ops, inputs.token_ids(ops))
     return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=eps)

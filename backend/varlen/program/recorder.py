@@ -61,7 +61,6 @@ class Recorder(Recording):
                 input `key_lengths`.
             is_padded: whether batches are padded, see `attention_padded`; their dimension `scores` is the number of
                 scores of a head.
-            rank: the rank whose part of a model is recorded.
             adapters: tables for adapters, which get the layers that are recorded; None without adapters.
         """
         super().__init__()
@@ -83,11 +82,7 @@ class Recorder(Recording):
         return not self._for_gpu
 
     def mix_layers(self, weights: Sequence[float]) -> None:
-        """Add the outputs of all layers, each times its weight; see `mixed_layers`.
-
-        Args:
-            weights: factors of the embeddings and of the output of each layer; 0 leaves one out.
-        """
+        """Add the outputs of all layers, each times its weight; see `mixed_layers`."""
         self._layer_weights = weights
 
     def layer_output(self, x: Value) -> None:

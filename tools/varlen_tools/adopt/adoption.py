@@ -76,7 +76,6 @@ class Adoption:
 
     @property
     def agrees(self) -> bool:
-        """Whether the answers agree in each dtype."""
         return all(each.comparison.agrees for each in self.candidates)
 
 
@@ -276,7 +275,6 @@ def _publish(made: Path, target: Path) -> None:
 
 
 def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
-    """Return the request of each text to a model."""
     tokenizer = Tokenizer.from_buffer(read_bytes(checkpoint.folder, TOKENIZER))
     tokenizer.no_padding()
     return [model.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in texts]

@@ -27,11 +27,6 @@ class Background:
     """Runs calls one after another in a thread, which lives while there are any. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """Start without a thread.
-
-        Args:
-            name: name of the thread in tools that list them.
-        """
         self._name = name
         self._lock = Lock()
         self._calls: deque[Callable[[], object]] = deque()
@@ -85,7 +80,6 @@ class CompiledGrammar:
 
         Args:
             content: value of `GenerationOptions.grammar`.
-            background: ends the process.
             changed: called when it has compiled, failed, or has other memory.
         """
         self._process: SandboxProcess | None = None
@@ -115,7 +109,6 @@ class CompiledGrammar:
         return not self.is_compiled and self.error is None
 
     def start(self, process: SandboxProcess) -> None:
-        """Take over the process."""
         with self._lock:
             self._process = process
             has_ended = self.has_ended
@@ -140,7 +133,6 @@ class CompiledGrammar:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Count one request less."""
         with self._lock:
             self._holders -= 1
 
@@ -211,7 +203,6 @@ class CompiledGrammar:
         self.has_ended = True
 
     def _explain(self, process: SandboxProcess) -> None:
-        """Set the error of a process that has ended by itself."""
         error = process.failure(_TOO_MUCH)
         self.end(error)
         self._changed()
@@ -254,12 +245,7 @@ class CompiledGrammar:
 
 
 def await_processes(sources: Iterable[HasFileno], seconds: float) -> None:
-    """Wait until the process of any grammar answers, or the time is over.
-
-    Args:
-        sources: grammars, or answers of grammars.
-        seconds: longest time to wait.
-    """
+    """Wait until the process of any grammar answers, or the time is over."""
     try:
         # answers may share a process; one that was ended has no descriptor, and reading it says so
         wait({each.fileno() for each in sources} - {-1}, seconds)

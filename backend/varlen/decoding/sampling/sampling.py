@@ -77,7 +77,6 @@ class EditSlots:
     """
 
     def __init__(self, limits: EditLimits, vocab_size: int) -> None:
-        """Start without a list."""
         self._limits = limits
         self._vocab_size = vocab_size
         # a sequence that ends drops its state, and with it the slot
@@ -143,12 +142,6 @@ class Sampler:
         device: torch.device,
         edit_limits: EditLimits = EditLimits(0, 0),  # noqa: B008  # immutable
     ) -> None:
-        """Prepare the choice.
-
-        Args:
-            grammars: grammars of sequences with structured output.
-            edit_limits: room for edit lists on the device.
-        """
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
@@ -198,7 +191,6 @@ class Sampler:
                 state.expect(token_id, length)
 
     def forget(self) -> None:
-        """Forget what the device keeps of sequences: it has lost it."""
         self._edit_slots.forget()
 
     def sample(
@@ -359,7 +351,6 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
 
 
 def _is_greedy(state: SamplerState, length: int) -> bool:
-    """Return whether the next token is the one with the largest logit."""
     return state.is_drawn and state.temperature == 0 and length >= state.edited_until
 
 

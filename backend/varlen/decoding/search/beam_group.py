@@ -39,7 +39,6 @@ class Beam:
     score: float
 
     def token_ids(self) -> tuple[int, ...]:
-        """Return the generated tokens."""
         tokens: list[int] = []
         beam = self
         while beam.parent is not None:
@@ -77,7 +76,6 @@ class BeamGroup:
 
         Args:
             num_beams: number of live beams and of answers.
-            end_ids: tokens that end an answer.
             editor: extends the histories of beams.
         """
         self._options = options

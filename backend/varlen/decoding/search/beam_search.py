@@ -96,7 +96,6 @@ class BeamSearch:
 
     @property
     def scores(self) -> list[float]:
-        """Score of each live beam."""
         return [beam.score for beam in self._beams]
 
     def edits(self) -> TokenEdits | None:

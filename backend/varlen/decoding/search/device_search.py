@@ -93,7 +93,6 @@ class DeviceSearch:
         return BeamStep((), (), tuple(self._answer(beams[i], float(scores[i])) for i in rows))
 
     def _answer(self, found: Int32Array, score: float) -> BeamAnswer:
-        """Return an answer, which `SearchResults` has in this row of its beams."""
         token, beam, length = found[2:].tolist()
         reason: FinishReason = "stop" if token in self._end_ids else "length"
         tokens = [token]

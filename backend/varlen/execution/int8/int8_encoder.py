@@ -37,7 +37,6 @@ class CalibratedEncoder:
         self.programs: tuple[Program, ...] = (ops.finish(head),)
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
-        """Return texts of these token ids."""
         return [Prompt(text) for text in texts]
 
     def run(
@@ -62,5 +61,4 @@ class CalibratedEncoder:
         expected: Iterator[Float32Array],
         prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
     ) -> VectorQuality:
-        """Return the quality of vectors."""
         return compare_vectors(np.stack([*answers]), np.stack([*expected]))

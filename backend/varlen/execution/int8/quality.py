@@ -76,12 +76,10 @@ class LogitQuality:
 
     @property
     def is_high(self) -> bool:
-        """Whether int8 changes little; NaN is not high."""
         return self.kl_mean <= LARGEST_KL
 
     @property
     def rows(self) -> Mapping[str, str]:
-        """Its numbers, by what they are."""
         return {
             "KL divergence from fp32, mean": f"{self.kl_mean:.5f}",
             "same best token": f"{self.same_best:.2%}",

@@ -66,7 +66,6 @@ class DenseConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         size = self.out_features, self.in_features
         shapes: dict[str, tuple[int, ...]] = {"linear.weight": size}
         if self.bias:
@@ -82,12 +81,10 @@ class DenseConfig:
 
     @property
     def shown(self) -> str:
-        """What it does, for a person."""
         residual = ", residual" if self.has_residual else ""
         return f"dense {self.in_features} to {self.out_features}, {self.activation}{residual}"
 
     def load(self, read: LayerReader) -> DenseLayer:
-        """Return it with its tensors."""
         size = self.in_features, [self.out_features]
         projects = self.projects_residual
         return DenseLayer(
@@ -100,32 +97,24 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """Settings of one LayerNorm module.
-
-    Attributes:
-        path: path of its folder, relative to the checkpoint.
-    """
+    """Settings of one LayerNorm module."""
 
     path: str
     in_features: int
 
     @property
     def out_features(self) -> int:
-        """Features of a vector behind it."""
         return self.in_features
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         return dict.fromkeys(("norm.weight", "norm.bias"), (self.in_features,))
 
     @property
     def shown(self) -> str:
-        """What it does, for a person."""
         return "layer norm"
 
     def load(self, read: LayerReader) -> NormLayer:
-        """Return it with its tensors."""
         return NormLayer(read.norm("norm", self.in_features))
 
 
@@ -186,7 +175,6 @@ class LayerMix:
     """Settings of the module WeightedLayerPooling, the weighted mean of the outputs of layers.
 
     Attributes:
-        path: path of its folder, relative to the checkpoint.
         num_layers: number of layers of the model. The output of layer 0 are its embeddings.
     """
 
@@ -196,7 +184,6 @@ class LayerMix:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         return {"layer_weights": (self.num_layers + 1 - self.first,)}
 
     def load(self, folder: Path) -> list[float]:
@@ -230,10 +217,6 @@ def read_layer_mix(folder: Path, path: str, model: Json) -> LayerMix | None:
 
     None if it has no effect: sentence-transformers gives it the outputs of layers only if config.json says so.
 
-    Args:
-        path: path of the module's folder, relative to the checkpoint.
-        model: content of config.json.
-
     Raises:
         CheckpointError: its file is damaged, or does not fit the model.
     """
@@ -258,9 +241,6 @@ def read_layer_mix(folder: Path, path: str, model: Json) -> LayerMix | None:
 def read_norm(folder: Path, path: str) -> NormConfig:
     """Return the settings of a LayerNorm module of a checkpoint folder.
 
-    Args:
-        path: path of the module's folder, relative to the checkpoint.
-
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
     """
@@ -274,7 +254,6 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     """Return the settings of a Dense module of a checkpoint folder.
 
     Args:
-        path: path of the module's folder, relative to the checkpoint.
         of: vector that it reads and writes, by its name in sentence-transformers.
 
     Raises:
@@ -301,11 +280,7 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
 
 
 def check_widths(layers: Sequence[VectorConfig], features: int) -> None:
-    """Raise CheckpointError unless each layer reads as many features as it gets.
-
-    Args:
-        layers: layers in order.
-    """
+    """Raise CheckpointError unless each layer reads as many features as it gets."""
     for layer in layers:
         if layer.in_features != features:
             name = "in_features" if isinstance(layer, DenseConfig) else "dimension"
