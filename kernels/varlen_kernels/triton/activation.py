@@ -148,7 +148,6 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
 
 
 def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tensor) -> None:
-    """Launch the kernel unless there is nothing to compute."""
     tokens, features = out.shape
     if out.numel() == 0:
         return

@@ -186,8 +186,6 @@ def search_chunks(
         flags: `[sequences]` uint8, 1 for a finished sequence; read if `has_finished`.
         found: `[sequences · beams, 2, chunks, width]` int32: sort keys of logits, and their tokens.
         sums: `[sequences · beams, 2, chunks or more]` fp32: maximum, and sum of exp(logit - maximum).
-        launch: one of `candidate_launches`.
-        beams: number of beams of a sequence.
         vector: elements of one load, see `launch_key`.
         has_finished: whether there are flags.
     """
@@ -228,7 +226,6 @@ def candidate_launches(
     Args:
         width: candidates per sequence.
         rows: the bucket of sequences · beams.
-        dtype: dtype of the logits; part of the key only.
     """
     del dtype
     max_chunks = max(1, min(_MAX_FOUND // width, _ENOUGH_WARPS // rows))

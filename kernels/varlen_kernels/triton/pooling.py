@@ -51,7 +51,6 @@ def _pool_kernel(
     BLOCK: tl.constexpr,  # >= HIDDEN if NORMALIZE
     DEPENDENT: tl.constexpr,
 ):
-    """Pool BLOCK features of one sequence."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // TILES
@@ -141,7 +140,6 @@ def _run_kernel(
     mode: Pooling,
     out: Tensor,
 ) -> Tensor:
-    """Return `out`, with the pooled vectors written into it."""
     batch, hidden = out.shape
     if batch == 0:
         return out

@@ -101,7 +101,6 @@ def _merge_parts_kernel(
     BLOCK: tl.constexpr,  # >= HIDDEN if NORMALIZE
     DEPENDENT: tl.constexpr,
 ):
-    """Merge the parts of BLOCK features of one sequence."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // TILES
