@@ -50,7 +50,7 @@ from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, c
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.cuda_memory import moved
 from varlen.memory.usage import Dims
-from varlen.models.checkpoint.m3_heads import M3Heads
+from varlen.models.checkpoint.vector_layers import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.embedding_tables import TableNames, read_tables
 from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import record_output, suppress_tokens
+from varlen.models.blocks.output import TableNames, read_tables, record_output, suppress_tokens
 from varlen.models.blocks.relative_positions import bias_by_distance
 from varlen.models.blocks.residual import RmsResidualStream
 from varlen.models.blocks.seq2seq_layers import (

@@ -1,4 +1,4 @@
-"""Activations in one pass, with a bias or as a gate, or in the matrix product before them.
+"""Activations in one pass, with a bias, as a gate, or in a matrix product.
 
 One program owns ROWS tokens by BLOCK features of the output, and loads the bias of these features once. One tensor
 holds a gate and what it multiplies. cuBLASLt computes ReLU and the tanh form of GELU on results that are still in

@@ -1,4 +1,4 @@
-"""Append of the keys and values of new tokens to their KV blocks, and copies of blocks.
+"""Append of keys and values of new tokens to KV blocks, and copies of blocks.
 
 Norms and rotary positions of queries and keys are part of it. One program owns one head of some tokens. It writes keys
 and values straight into their slots, and rotated queries where attention reads them. A token without a slot writes no

@@ -1,4 +1,4 @@
-"""Steps of searches apart from the model: tokens and tables of beams before it, choices after it.
+"""Steps of searches apart from the model: beams before it, choices after it.
 
 One program of one warp has one search, and one lane has one beam; what depends on pairs of beams compares all of them.
 Nothing waits for the host, so steps can follow each other. Source: the specification is `reference.beam_search`.
