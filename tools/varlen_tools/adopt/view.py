@@ -1,4 +1,4 @@
-"""How models of a repository run, and a view of it: links, and stand-ins of ONNX models.
+"""How models of a repository run, and a view: links, and stand-ins of ONNX models.
 
 The stand-ins run where the server has no ONNX backend.
 """
