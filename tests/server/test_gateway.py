@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -37,7 +38,15 @@ GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 EMBEDDER = "slow"
 TEXTS = ["word3", "word5 word7", "word9 word2 word4"]
 CONCURRENT = 200
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ tone }}"
+CHAT_TEMPLATE = """{% for message in messages %}{{ message.content }} \
+{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\
+{% endfor %}{{ tone }}{% if tools %}{{ tools | tojson }}{% endif %}"""
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 # Defaults of vLLM, which ask for nothing.
 VLLM_DEFAULTS = {
     "detokenize": True,
@@ -456,6 +465,42 @@ def test_a_chat_sets_variables_of_its_template(gateway):
         options = {"max_tokens": 12, "temperature": 0.0}
         assert with_tone == client.generate("hello kind", **options).text
         assert without == client.generate("hello ", **options).text
+
+
+def test_a_tool_is_called(gateway):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    options: dict[str, Any] = {
+        "model": "writer",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 400,
+        "temperature": 0.0,
+    }
+
+    async def answers() -> tuple[Any, ...]:
+        async with openai_client(gateway) as client:
+            create = client.chat.completions.create
+            forced = await create(tools=tools, tool_choice="required", **options)
+            async with client.chat.completions.stream(
+                tools=tools, tool_choice="required", **options
+            ) as events:
+                streamed = await events.get_final_completion()
+            return forced, streamed
+
+    forced, streamed = asyncio.run(answers())
+
+    arguments = []
+    for answer in (forced, streamed):
+        [call] = answer.choices[0].message.tool_calls
+        assert (call.function.name, answer.choices[0].finish_reason) == ("weather", "tool_calls")
+        arguments.append(call.function.arguments)
+    assert arguments[0] == arguments[1]
+    jsonschema.validate(json.loads(arguments[0]), WEATHER)
+    # the model sees the tool
+    function = {"name": "weather", "description": "", "parameters": WEATHER}
+    shown = json.dumps([{"type": "function", "function": function}])
+    with Client(gateway.server.grpc_url, "writer") as client:
+        expected = len(client.tokenize([f"hello {shown}"])[0].token_ids)
+    assert forced.usage.prompt_tokens == expected
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -47,11 +47,9 @@ from varlen.models.checkpoint.logit_score import (
     check_score_tokens,
     find_logit_score,
 )
-from varlen.models.checkpoint.m3_heads import M3Heads, read_m3_heads
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
-from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
@@ -62,9 +60,12 @@ from varlen.models.checkpoint.tokenizer_files import (
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import (
     LayerMix,
+    M3Heads,
+    SpladeConfig,
     VectorConfig,
     check_layers,
     check_widths,
+    read_m3_heads,
 )
 from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part

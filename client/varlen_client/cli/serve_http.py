@@ -13,6 +13,7 @@ from varlen_client import gateway
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
 from varlen_client.cli.options import DEFAULT_URLS, print_message, usage_error
 from varlen_client.errors import InvalidUrl
+from varlen_client.gateway.tool_calls import TOOL_FORMS
 from varlen_client.transport.endpoint import Endpoint
 
 API_KEYS = "VARLEN_API_KEYS"
@@ -136,6 +137,19 @@ def serve_http(
         ),
     ] = False,
     strict: Strict = False,
+    tool_calls: Annotated[
+        str,
+        typer.Option(
+            help="Form in which models call tools; auto: what the chat template writes, none: tools are ignored,"
+            f" or one of {', '.join(TOOL_FORMS)}.",
+        ),
+    ] = "auto",
+    reasoning: Annotated[
+        str,
+        typer.Option(
+            help="auto: the reasoning of a model is the reasoning_content of its answer; none: it stays text."
+        ),
+    ] = "auto",
 ) -> None:
     """Serve a server's models to OpenAI, TEI and Cohere clients."""
     checked = checked_settings(
@@ -152,6 +166,8 @@ def serve_http(
         chat_max_tokens=chat_max_tokens,
         auto_truncate=auto_truncate,
         strict=strict,
+        tool_calls=tool_calls,
+        reasoning=reasoning,
     )
     from varlen_client.gateway.app import create_app
     from varlen_client.gateway.http_server import GatewayServer
