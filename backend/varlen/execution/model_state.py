@@ -48,9 +48,9 @@ from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims
-from varlen.models.checkpoint.m3_heads import M3Heads
+from varlen.models.checkpoint.vector_layers import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,

@@ -13,8 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk, MappedChunk
-from varlen.memory.cuda_memory import CudaMemory
+from varlen.memory.chunk import Chunk, CudaMemory, DeviceChunk, HostChunk, MappedChunk
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.planner import plan
 from varlen.memory.usage import Buffer, Dims, Shape, conflicts, live_sizes, shapes_at

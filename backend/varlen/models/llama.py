@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.feed_forward import Experts, FeedForward
-from varlen.models.blocks.output import record_output
+from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (

@@ -23,10 +23,14 @@ from varlen.models.checkpoint.config_file import (
     read_int,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
-from varlen.models.checkpoint.rotary_config import RotaryConfig
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary_of_kinds,
+)
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 

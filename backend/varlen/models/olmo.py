@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
 from varlen.models.blocks.feed_forward import FeedForward
-from varlen.models.blocks.output import record_output
+from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, read_int, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
-from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary,
+    read_rotary_of_kinds,
+)
 from varlen.models.llama import read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 

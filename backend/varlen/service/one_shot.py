@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.cache.flights import JoinLimits
-from varlen.cache.response_cache import CacheUse, ResponseCache
+from varlen.cache.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.pair_template import ChatPairTemplate, FormPairTemplate

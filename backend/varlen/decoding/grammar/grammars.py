@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from varlen.decoding.grammar.compiled_grammar import (
     Background,
     CompiledGrammar,
+    Matcher,
     await_processes,
     refusal,
 )
-from varlen.decoding.grammar.grammar_matcher import Matcher
 from varlen.errors import EngineError, QueueFullError, RequestError, VarlenError
 from varlen.sandbox.process import Sandbox
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from varlen.decoding.grammar.grammar_matcher import BoolArray, Matcher
+from varlen.decoding.grammar.compiled_grammar import BoolArray, Matcher
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.edit_list import EditList
 from varlen.decoding.sampling.random_numbers import random_key

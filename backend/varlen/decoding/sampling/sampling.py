@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.grammar.grammar_matcher import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import wait_for_masks
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.edit_list import EditedRow, edits_of
 from varlen.decoding.sampling.random_numbers import uniform_numbers
 from varlen.decoding.sampling.sampler_state import SamplerState
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import Draws, EditLimits, Edits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence

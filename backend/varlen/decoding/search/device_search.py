@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
-from varlen.decoding.search.beam_group import length_penalty, stops_when_full
+from varlen.decoding.search.beam_search import length_penalty, stops_when_full
 from varlen.decoding.search.token_edits import TokenEditor, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varlen.execution.arenas import KvSize, caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner
-from varlen.execution.int8.quality import LogitQuality, compare_logits
+from varlen.execution.int8.calibration import LogitQuality, compare_logits
 from varlen.execution.packing import source_arrays, source_dims, step_arrays, step_dims
 from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.checkpoint.translate_config import TargetTokens
@@ -80,7 +80,8 @@ class CalibratedDecoder:
             for place, prompt in enumerate(prompts)
         ]
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        yield from _Steps(programs, kernels, sum(lengths)).logits(chunks).split(lengths)
+        logits = _Steps(programs, kernels, sum(lengths)).logits(chunks)
+        yield from torch.split(logits, lengths)
 
     def compare(
         self, answers: Iterator[Tensor], expected: Iterator[Tensor], prompts: Sequence[Prompt]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from varlen.execution.int8.quality import VectorQuality, compare_vectors
+from varlen.execution.int8.calibration import VectorQuality, compare_vectors
 from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
 from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.blocks.heads import record_head

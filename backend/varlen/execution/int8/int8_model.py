@@ -18,12 +18,12 @@ from varlen.execution.fingerprint import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
+    Quality,
     file_name,
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.layer_inputs import OnProgress, calibrate_layers
-from varlen.execution.int8.quality import Quality
 from varlen.execution.int8.quantization import (
     LayerCodes,
     LayerKey,

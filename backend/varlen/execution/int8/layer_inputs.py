@@ -82,7 +82,7 @@ class _Layer:
     def add(self, x: Tensor) -> None:
         """Add an input to the sums of products of two columns, above their diagonals."""
         self._largest = torch.maximum(self._largest, x.abs().amax(0))
-        parts = x.split(TOGETHER, 1)
+        parts = [x[:, first : first + TOGETHER] for first in range(0, x.shape[1], TOGETHER)]
         self._grams = self._grams or [x.new_zeros(part.shape[1], part.shape[1]) for part in parts]
         for gram, part in zip(self._grams, parts, strict=True):
             for first in range(0, len(gram), _COLUMNS):
