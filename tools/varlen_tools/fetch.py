@@ -166,9 +166,6 @@ def fetch(
 def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:
     """Check what can be checked before anything is downloaded or copied.
 
-    Args:
-        source, name, settings: arguments of `fetch`.
-
     Raises:
         FetchError: one of them is wrong.
     """
@@ -400,7 +397,6 @@ def _folder_or_download(
 
     Args:
         pattern: form of the names of the hub.
-        may_be_folder: whether the source may be a folder of this machine.
     """
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
@@ -480,7 +476,6 @@ def _downloaded(
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
 
     Args:
-        files: names of all files that the commit has.
         scratch: folder of this call, for users without a folder for caches.
         patterns: names of the files that are needed, if the commit has them.
         use: name of a folder of its own for these files.

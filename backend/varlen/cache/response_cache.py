@@ -50,7 +50,6 @@ class CachedAnswer:
 
     @classmethod
     def of(cls, row: Float32Array) -> CachedAnswer:
-        """Return a copy of one row."""
         assert row.dtype == np.float32
         # rows may be views of a whole batch
         return cls(row.tobytes(), row.shape)
@@ -169,7 +168,6 @@ class Pending:
 
     Attributes:
         deadline: time on the cache's clock; infinity if there is none.
-        rows: the answer so far.
         missing: number of rows without an answer.
         joined: flights of others that it waits for, with the key.
         is_counted: whether it counts as a request that waits for others.

@@ -44,7 +44,6 @@ class StoredCosts:
     Attributes:
         key: facts that decide these costs.
         measured_at: time of the measurement, with its time zone.
-        allowed_seconds: the bound of the measurement.
     """
 
     key: CostKey

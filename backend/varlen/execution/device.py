@@ -33,10 +33,6 @@ _DTYPES = {
 def choose_device(name: Device, index: int = 0) -> torch.device:
     """Return the torch device for a setting; `auto` prefers a CUDA GPU.
 
-    Args:
-        name: the setting `device`.
-        index: number of the GPU.
-
     Raises:
         ConfigError: the GPU is absent, or the package triton, which its kernels need, is not installed.
     """
@@ -147,11 +143,7 @@ def cores_of_rank(config: EngineConfig) -> int:
 
 
 def check_ranks(config: EngineConfig, device: torch.device, *, isolated: bool) -> None:
-    """Raise ConfigError if a model cannot be divided among processes there.
-
-    Args:
-        isolated: whether it has processes of its own.
-    """
+    """Raise ConfigError if a model cannot be divided among processes there."""
     on_gpu = device.type == "cuda"
     if config.pipeline_parallel > 1 and on_gpu:
         raise ConfigError(

@@ -40,7 +40,6 @@ class SpansInParts(OneShot):
 
         Args:
             largest: largest dimensions of a batch.
-            settings: see `OneShot`.
         """
         super().__init__(device, "extract", **settings)
         self._largest = largest
@@ -84,7 +83,6 @@ class LabelledSpans(SpansInParts):
 
         Args:
             most_tokens: tokens of the largest batch of several labels.
-            settings: see `SpansInParts`.
         """
         device.input_names = [
             name for name in device.input_names if not name.startswith(LABEL_PART)

@@ -239,7 +239,6 @@ class _Loading:
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
     ) -> Recorder:
-        """Return a recorder of a program."""
         return Recorder(
             for_gpu=self.device.type == "cuda",
             approximate_gelu=self.config.approximate_gelu,

@@ -292,7 +292,6 @@ class Runner:
         Args:
             prompts: checked, at least one; together at most `max_batch_tokens` long, padding included if they
                 are padded, or one of at most `max_arena_tokens`.
-            options: one per prompt.
 
         Returns:
             Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank

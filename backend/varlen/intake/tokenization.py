@@ -116,7 +116,6 @@ class Tokenizer:
         Args:
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
-            adds_special_tokens: whether the special tokens of `tokenizer.json` are added to texts.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
 
         Raises:
@@ -303,7 +302,6 @@ class Tokenizer:
         It is as for the whole text, or too long like it.
 
         Args:
-            are_parts: whether only a part of each is given.
             cut: side on which it is cut; None cuts nothing.
         """
         if isinstance(text, tuple):
@@ -322,7 +320,6 @@ class Tokenizer:
         special_tokens: bool,
         limit: int,
     ) -> Encoding | None:
-        """Return the encoding of a pair with a part of its longer text."""
         longer = int(len(pair[1]) > len(pair[0]))
         other = 1 - longer
         # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
@@ -394,7 +391,6 @@ class Tokenizer:
         Args:
             text: tokens of the parts are tokens of it, without the special ones.
             limit: number of tokens that are kept.
-            side: side on which the other tokens are.
         """
         pattern = self._boundary if side == "right" else self._start
         size = limit * _CHARACTERS_PER_TOKEN

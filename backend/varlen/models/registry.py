@@ -1,4 +1,7 @@
-"""The families that are served, by the `model_type` of config.json."""
+"""The families that are served, by the `model_type` of config.json.
+
+Names of tensors and fields are the ones that Hugging Face transformers saves, unless a family's file says otherwise.
+"""
 
 from collections.abc import Callable, Mapping
 

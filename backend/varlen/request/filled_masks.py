@@ -37,7 +37,6 @@ def mask_tensors(
 
     Args:
         rows: `[masks, 2, tokens]` fp32 each, numbers and probabilities of tokens, the most likely first.
-        top_k: tokens of a mask.
         token_text: returns the text of a token; None leaves the texts out.
     """
     counts = [len(row) for row in rows]

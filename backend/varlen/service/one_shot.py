@@ -223,7 +223,6 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
 
 
 def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
-    """Return the token that the task replaces, if it replaces one."""
     if task != "fill_mask":
         return None
     return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")

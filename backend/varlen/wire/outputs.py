@@ -44,7 +44,6 @@ class ModelOutputs:
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
         first_vector: tokens at the beginning of a text that have no vector.
-        further: outputs of further tasks.
     """
 
     task: Task
@@ -60,7 +59,6 @@ class ModelOutputs:
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint, further: Sequence[Task] = ()) -> "ModelOutputs":
-        """Return the outputs of a checkpoint that serves a task and further ones."""
         widths: Mapping[Width, int] = {
             "embedding": checkpoint.vector_size(task),
             "hidden": checkpoint.hidden_size,

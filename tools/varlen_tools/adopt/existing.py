@@ -76,7 +76,6 @@ class Existing:
 
 
 def _filled(tensor: Tensor, row: npt.NDArray[Any]) -> InferInput:
-    """Return an input with one row."""
     values = row if tensor.rank < 2 else row[None]
     if tensor.datatype in {"INT32", "INT64"}:
         values = values.astype(np.int32 if tensor.datatype == "INT32" else np.int64)

@@ -452,7 +452,6 @@ def _adapted_generation(
 
 
 def _without_ends(checkpoint: Checkpoint, rows: list[list[int]]) -> list[list[int]]:
-    """Return rows of tokens without the tokens that end them, and without padding."""
     ends = set(checkpoint.eos_token_ids)
     if checkpoint.translate is not None:
         tokens = checkpoint.translate.tokens

@@ -130,11 +130,7 @@ class SamplerState:
         return self.has_penalties or bool(self.forbidden.after) or self.matcher is not None
 
     def num_early_ends(self, length: int) -> int:
-        """Return the number of end tokens that are banned at this length.
-
-        Args:
-            length: number of tokens of the answer.
-        """
+        """Return the number of end tokens that are banned at this length."""
         return len(self.end_ids) if length < self.min_tokens else 0
 
     def banned(self, length: int) -> list[int]:

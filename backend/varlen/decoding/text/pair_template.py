@@ -38,7 +38,6 @@ class ChatPairTemplate:
 
     Attributes:
         ending: `[tokens]` int32, the last tokens of every prompt.
-        takes_instruction: whether the template reads an instruction.
     """
 
     def __init__(self, template: Renderer, score: LogitScore, tokenize: Tokenize) -> None:

@@ -101,7 +101,6 @@ def to_int8(
 
     Args:
         model: the model that they were recorded from, in fp32 on the CPU.
-        programs: programs of its layers, perhaps with others.
         cache: folder of measured calibrations; None measures at each load.
 
     Raises:

@@ -48,7 +48,6 @@ class LayerCodes(NamedTuple):
 
     Attributes:
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-        chosen: codes of the others.
     """
 
     outliers: Tensor

@@ -164,7 +164,6 @@ def read_sentence_settings(
     Args:
         pooling: default pooling, if no file names one.
         transformer: a module of the checkpoint that stands for Transformer.
-        router: routes of the checkpoint; the settings are for documents.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.

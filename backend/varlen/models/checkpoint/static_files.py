@@ -50,9 +50,6 @@ def static_folder(folder: Path) -> Path | None:
 def static_config(folder: Path) -> Json:
     """Return the config.json of static embeddings: sizes of the table, and whether vectors are normalized.
 
-    Args:
-        folder: see `static_folder`.
-
     Raises:
         CheckpointError: the folder has no table of vectors.
     """
