@@ -1,8 +1,7 @@
 """Describes what decides the run time of a batch: checkpoint, device and libraries.
 
 The hash of a checkpoint covers its config.json, and header and size of each safetensors file, which list the tensors
-with shape and dtype. The values of weights change no cost. So a model that is trained further keeps its measured
-costs, and hashing does not read the weights, which takes a second or more for 500 MB.
+with shape and dtype. A model that is trained further keeps its measured costs, and hashing does not read the weights.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Runs a model that extracts spans, also with a second encoder, for labels.
 
-A scheduler counts tokens of texts. Labels of a schema have several instances, and labels of a bi-encoder are no tokens,
-so a batch may have more labels than memory holds, and then runs in parts.
-The result for a label depends on no text. It is kept by the label's tokens, so a label that was asked for before costs
-nothing; the results that were used longest ago make room. Labels that are not kept are packed as texts are.
+Labels are no tokens of a text for the scheduler, so a batch may have more than memory holds, and then runs in parts.
+The result for a label depends on no text: it is kept by the label's tokens, and the ones that were used longest ago
+make room. Labels that are not kept are packed as texts are.
 """
 
 from __future__ import annotations

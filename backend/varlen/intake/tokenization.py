@@ -4,11 +4,9 @@ The tokenizers library does the work and lets other threads run meanwhile; this 
 tokenizes only the part of a much too long text up to a safe boundary (`boundaries`), or the part from one on if the
 text's beginning is cut: the result equals the whole text's.
 
-A request's text may itself be a part, of a text that is too long to be read. The tokens next to where reading ended
-may differ from the whole text's. In a run, such as of digits, all tokens may depend on that place. So a part counts
-only if it has `spare_tokens` more than are kept, and these are the same if a character less is read; or if it ends at a
-safe boundary. Which of two parts is longer is not known: if an odd number of tokens is kept, the last of one text
-may be the last of the other.
+A request's text may itself be a part, of a text that is too long to be read. It counts if it ends at a safe boundary,
+or has `spare_tokens` more than are kept, which are the same if a character less is read
+(docs/decisions/0078-limits-of-the-checkpoint.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
