@@ -62,13 +62,12 @@ from varlen_tools.gliner_files import (
     missing_parts,
 )
 from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
+from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_tokenizer
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
-from varlen_tools.sentencepiece_model import ConversionError
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")

@@ -61,7 +61,7 @@ from varlen.request.request import (
     Vectors,
     join_outputs,
 )
-from varlen.request.sparse_vectors import terms_in_order
+from varlen.request.terms import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,

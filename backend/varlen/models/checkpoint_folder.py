@@ -50,7 +50,6 @@ from varlen.models.checkpoint.logit_score import (
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
-from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TokenizerSettings,
@@ -69,6 +68,7 @@ from varlen.models.checkpoint.vector_layers import (
 )
 from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part
+from varlen.models.static import STATIC, static_config, static_folder
 from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task, further_problem
 from varlen_kernels import Pooling

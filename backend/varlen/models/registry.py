@@ -23,7 +23,7 @@ from varlen.models import (
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.static_files import STATIC
+from varlen.models.static import STATIC
 
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in bert_relatives.RELATIVES.items()},

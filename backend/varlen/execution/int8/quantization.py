@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from varlen.execution.cpu.layer_fusion import fuse_layers
+from varlen.execution.cpu.linear_paths import fuse_layers
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight, WeightCodes
