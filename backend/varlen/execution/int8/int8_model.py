@@ -13,7 +13,7 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.fingerprint import checkpoint_hash
+from varlen.execution.device import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,

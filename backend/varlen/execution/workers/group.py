@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 
 from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
-from varlen.execution.fingerprint import device_name
+from varlen.execution.device import device_name
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
