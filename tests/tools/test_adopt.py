@@ -346,7 +346,7 @@ def test_a_step_that_makes_token_ids_of_a_text_is_a_tokenizer():
 
 def adopt(repository: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, *words: str):
     """Run the command with `FakeSession` in place of a server."""
-    monkeypatch.setattr("varlen_tools.serve.running.set_up", lambda: True)
+    monkeypatch.setattr("varlen_tools.serve.server.set_up", lambda: True)
     monkeypatch.setattr(adoption, "open_session", FakeSession)
     settings = ["--set", "dtype=bf16", "--set", "device=cpu", "--set", "threads=1"]
     command = ["adopt", str(repository), "--texts", str(texts), *settings, *words]
