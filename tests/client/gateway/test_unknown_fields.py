@@ -39,6 +39,7 @@ BODIES = {
     "/decode": {"model": "embedder", "ids": [97]},
     "/detokenize": {"model": "embedder", "tokens": [97]},
     "/v1/completions": {"model": "writer", "prompt": "a"},
+    "/v1/responses": {"model": "writer", "input": "a"},
     "/v1/chat/completions": {"model": "writer", "messages": MESSAGES},
     "/v2/models/embedder/infer": {"inputs": [TENSOR]},
 }
@@ -204,6 +205,7 @@ ROUTES = {
     "GENERATION": "/v1/completions",
     "COMPLETIONS": "/v1/completions",
     "CHATS": "/v1/chat/completions",
+    "RESPONSES": "/v1/responses",
     "TOKENIZATION": "/tokenize",
     "TEXTS": "/predict",
     "EMBEDDINGS": "/v1/embeddings",
