@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -150,6 +151,43 @@ def is_healthy(url: str) -> bool:
         return httpx2.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def batch(gateway: RunningGateway, file: Path, output: Path) -> subprocess.Popen[bytes]:
+    """Start `varlen batch`, two requests at a time."""
+    command = [sys.executable, "-m", "varlen_client.cli.main", "batch", file, "--output", output]
+    command += ["--url", gateway.server.grpc_url, "--concurrency", "2"]
+    return subprocess.Popen(list(map(str, command)))
+
+
+def test_a_killed_batch_job_goes_on_and_answers_each_request_once(gateway, tmp_path):
+    bodies = {
+        f"r{number}": ("/v1/embeddings", {"model": EMBEDDER, "input": TEXTS[number % 3]})
+        for number in range(12)
+    }
+    bodies["told"] = ("/v1/completions", {"model": "writer", "prompt": "hello", "max_tokens": 4})
+    lines = (
+        {"custom_id": name, "method": "POST", "url": path, "body": body}
+        for name, (path, body) in bodies.items()
+    )
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    output = tmp_path / "out.jsonl"
+
+    job = batch(gateway, tmp_path / "in.jsonl", output)
+    wait_until(lambda: output.exists() and output.stat().st_size > 0, "an answer is written")
+    job.kill()
+    job.wait(TIMEOUT_SECONDS)
+    assert batch(gateway, tmp_path / "in.jsonl", output).wait(TIMEOUT_SECONDS) == 0
+
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(each["custom_id"] for each in found) == sorted(bodies)
+    for each in found:
+        response, (path, body) = each["response"], bodies[each["custom_id"]]
+        assert response["status_code"] == 200
+        if path == "/v1/embeddings":
+            vectors = [post(gateway, path, **body), response["body"]]
+            one, other = (np.array(each["data"][0]["embedding"]) for each in vectors)
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
 def openai_client(gateway: RunningGateway) -> openai.AsyncOpenAI:

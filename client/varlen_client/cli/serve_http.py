@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,6 +68,23 @@ def check_access(host: str, api_keys: Sequence[str] | None) -> None:
         print_message(
             f"warning: {host} may be reached from other machines, and requests need no key"
         )
+
+
+def checked_settings(command: str, **settings: Any) -> gateway.GatewaySettings:
+    """Return the settings of a gateway; exit if they are wrong or it is missing."""
+    try:
+        import varlen_client.gateway.http_server  # noqa: F401
+    except ModuleNotFoundError as error:
+        usage_error(f"{command} needs {error.name}; pip install 'varlen-client[http]'")
+    try:
+        found = gateway.GatewaySettings(**settings)
+        for url, endpoint in zip(found.url, Endpoint.parse_all(found.url), strict=True):
+            if endpoint.protocol != "grpc":
+                # the server does not notice HTTP clients that leave
+                usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
+    except (InvalidUrl, ValueError) as error:
+        usage_error(str(error))
+    return found
 
 
 def serve_http(
@@ -135,34 +152,26 @@ def serve_http(
     ] = "auto",
 ) -> None:
     """Serve a server's models to OpenAI, TEI and Cohere clients."""
-    try:
-        from varlen_client.gateway.app import create_app
-        from varlen_client.gateway.http_server import GatewayServer
-    except ModuleNotFoundError as error:
-        usage_error(f"serve-http needs {error.name}; pip install 'varlen-client[http]'")
-    try:
-        for url, endpoint in zip(urls, Endpoint.parse_all(urls), strict=True):
-            if endpoint.protocol != "grpc":
-                # the server does not notice HTTP clients that leave
-                usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
-        checked = gateway.GatewaySettings(
-            url=tuple(urls),
-            model=model,
-            api_keys=tuple(api_key or ()),
-            cors_origins=tuple(cors_origin or ()),
-            max_body_bytes=max_body_bytes,
-            max_requests=max_requests,
-            max_connections_per_address=max_connections_per_address,
-            timeout_seconds=timeout,
-            watch_seconds=watch_seconds,
-            chat_max_tokens=chat_max_tokens,
-            auto_truncate=auto_truncate,
-            strict=strict,
-            tool_calls=tool_calls,
-            reasoning=reasoning,
-        )
-    except (InvalidUrl, ValueError) as error:
-        usage_error(str(error))
+    checked = checked_settings(
+        "serve-http",
+        url=tuple(urls),
+        model=model,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=max_body_bytes,
+        max_requests=max_requests,
+        max_connections_per_address=max_connections_per_address,
+        timeout_seconds=timeout,
+        watch_seconds=watch_seconds,
+        chat_max_tokens=chat_max_tokens,
+        auto_truncate=auto_truncate,
+        strict=strict,
+        tool_calls=tool_calls,
+        reasoning=reasoning,
+    )
+    from varlen_client.gateway.app import create_app
+    from varlen_client.gateway.http_server import GatewayServer
+
     check_access(host, api_key)
     server = GatewayServer(create_app(checked), checked, host=host, port=port)
     with suppress(KeyboardInterrupt):
