@@ -237,7 +237,7 @@ class ResponsesBody(ServerFields, IgnoredFields):
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
-    """Add a call to the message of the assistant before it, or to one of its own."""
+    """Add a call to the message of the assistant before it, or a new one."""
     function = {"name": item.required("name"), "arguments": item.required("arguments")}
     call = {"id": item.required("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
