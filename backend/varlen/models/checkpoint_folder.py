@@ -48,6 +48,7 @@ from varlen.models.checkpoint.logit_score import (
     find_logit_score,
 )
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
+from varlen.models.checkpoint.quantization import FIELDS, Quantization, read_quantization
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.checkpoint.tokenizer_files import (
@@ -92,6 +93,7 @@ class Checkpoint:
         weights_folder: the folder in it with its weights and its tokenizer, mostly itself.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
         ignored: fields of config.json that are left out.
+        quantization: method and sizes of its quantized weights; None if they are not.
         adapter: the adapter for a task that is merged into its weights; None for none.
         task: the task of its modules, else the task of its head.
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
@@ -131,6 +133,7 @@ class Checkpoint:
     weights_folder: Path
     config: Json
     ignored: IgnoredFields
+    quantization: Quantization | None
     adapter: Adapter | None
     architecture: str
     task: Task
@@ -206,6 +209,7 @@ class Checkpoint:
             weights_folder=model.body,
             config=config,
             ignored=model.ignored,
+            quantization=read_quantization(model.body),
             adapter=read_adapter(config, adapter),
             architecture=architecture,
             task="extract" if model.extraction else _task(sentence, family, config, architecture),
@@ -578,7 +582,8 @@ def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
     config = read_object(folder, "config.json")
     if config.get("model_type") == SCHEMA_MODEL:
         return read_schema_model(folder, config)
-    return config, None
+    # `read_quantization` reads them
+    return without(config, FIELDS), None
 
 
 def _labels_of(
