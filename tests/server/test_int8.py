@@ -70,10 +70,10 @@ def test_a_quantized_checkpoint_answers_as_its_weights(tmp_path):
     with LocalServer(tmp_path / "models") as server:
         server.wait_ready(TIMEOUT_SECONDS)
         with Client(server.grpc_url, "gptq") as client:
-            served = [client.generate(text, max_tokens=20) for text in TEXTS]
+            served = [client.generate(text, **SEARCH) for text in TEXTS]
         log = server.log()
     with Generator.from_pretrained(floats, dtype="fp32", device="cpu") as generator:
-        expected = generator.generate(TEXTS, max_tokens=20)
+        expected = generator.generate(TEXTS, **SEARCH)
 
     assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
     assert "weights quantized by gptq: 14 of 4 bits in groups of 16; they are widened" in log

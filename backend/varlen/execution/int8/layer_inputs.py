@@ -54,7 +54,6 @@ class ObservingKernels:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return `reference.linear`."""
         result = cpu.linear(x, weight, bias, out=out)
         self._observe(weight, x, bias, result)
         return result
