@@ -11,14 +11,13 @@ import torch
 from varlen_kernels.reference.every_op import *
 
 # isort: split
-from varlen_kernels.triton.activation import activate, activate_gate
-from varlen_kernels.triton.advance_searches import advance_searches
-from varlen_kernels.triton.append_kv import append_kv
+from varlen_kernels.triton.activation import activate, activate_gate, linear_activate
+from varlen_kernels.triton.append_kv import append_kv, copy_blocks
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.attention_tiles import attention_tiles
 from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
-from varlen_kernels.triton.copy_blocks import copy_blocks
+from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.few_rows import (
     linear_residual,
@@ -26,17 +25,16 @@ from varlen_kernels.triton.few_rows import (
     norm_linear,
     norm_next_tokens,
 )
-from varlen_kernels.triton.follow_beams import follow_beams
 from varlen_kernels.triton.groups import linear_groups
-from varlen_kernels.triton.heads import norm_heads, rotary
-from varlen_kernels.triton.linear_activation import linear_activate
 from varlen_kernels.triton.logit_edits import edit_logits
 from varlen_kernels.triton.norms import (
     add_layer_norm,
     layer_norm,
+    norm_heads,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    rotary,
 )
 from varlen_kernels.triton.paged_tiles import paged_tiles
 from varlen_kernels.triton.pooling import first_tokens, pool

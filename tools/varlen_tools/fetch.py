@@ -44,9 +44,9 @@ from varlen.models.checkpoint.lora_folder import FOLDER as ADAPTERS
 from varlen.models.checkpoint.lora_folder import NAME as ADAPTER_NAME
 from varlen.models.checkpoint.lora_folder import WEIGHTS as ADAPTER_WEIGHTS
 from varlen.models.checkpoint.lora_folder import read_lora_folder
-from varlen.models.checkpoint.m3_heads import SPARSE, VECTORS
 from varlen.models.checkpoint.router import folders_of_routes
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
+from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
@@ -62,8 +62,7 @@ from varlen_tools.gliner_files import (
     missing_parts,
 )
 from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
-from varlen_tools.marian_tokenizer import ConversionError
+from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_tokenizer
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
@@ -166,9 +165,6 @@ def fetch(
 def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:
     """Check what can be checked before anything is downloaded or copied.
 
-    Args:
-        source, name, settings: arguments of `fetch`.
-
     Raises:
         FetchError: one of them is wrong.
     """
@@ -270,7 +266,6 @@ def is_hub_name(source: str) -> bool:
 
 
 def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
-    """Return `max_batch_size` and the settings of the engine."""
     engine = dict(settings)
     with _refusing(ConfigError):
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
@@ -401,7 +396,6 @@ def _folder_or_download(
 
     Args:
         pattern: form of the names of the hub.
-        may_be_folder: whether the source may be a folder of this machine.
     """
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
@@ -481,7 +475,6 @@ def _downloaded(
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
 
     Args:
-        files: names of all files that the commit has.
         scratch: folder of this call, for users without a folder for caches.
         patterns: names of the files that are needed, if the commit has them.
         use: name of a folder of its own for these files.
@@ -602,7 +595,6 @@ def _convert_pickles(folder: Path, into: Path) -> None:
 
 
 def _copy(source: Path, path: Path, into: Path) -> None:
-    """Copy a file of a checkpoint folder; raises CheckpointError as `locate`."""
     name = path.relative_to(source)
     (into / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(locate(source, str(name)), into / name)

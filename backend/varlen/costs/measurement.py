@@ -38,7 +38,6 @@ class Measurement:
 
     Attributes:
         batches: shapes to measure, at least one.
-        is_complete: whether all planned batches were measured.
         spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 
@@ -48,7 +47,6 @@ class Measurement:
     spread: float = 1.0
 
     def model(self, execution: Execution) -> CostModel:
-        """Return the cost model fitted to these batches."""
         return CostModel(self.batches, execution)
 
     def errors(self, model: CostModel) -> list[float]:
@@ -92,7 +90,6 @@ def measure(
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
         max_length: longest sequence, in tokens; a batch may hold one.
-        clock: returns the time in seconds.
         report: gets a line of progress now and then.
 
     Raises:
@@ -158,7 +155,6 @@ class _Stopwatch:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._began
 
     @property
@@ -172,7 +168,6 @@ class _Stopwatch:
         return deciles[-1] / deciles[0]
 
     def has_time_for(self, seconds: float) -> bool:
-        """Return whether `seconds` are left."""
         return self.elapsed + seconds <= self._allowed
 
     def time(self, lengths: tuple[int, ...]) -> float:

@@ -1,8 +1,8 @@
 """Measured costs on disk, a JSON file for each entry: a second start measures nothing.
 
 The key of costs has all that decides them: model, device, libraries and others. Servers may share one folder. No
-problem with it is an error: a damaged entry is replaced. A folder that cannot be read or written, or that other users
-can write to, is not used. Each problem is logged as a warning.
+problem with it is an error but a warning: a damaged entry is replaced, and a folder that cannot be read or written, or
+that other users can write to, is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class StoredCosts:
     Attributes:
         key: facts that decide these costs.
         measured_at: time of the measurement, with its time zone.
-        allowed_seconds: the bound of the measurement.
     """
 
     key: CostKey
@@ -54,7 +53,6 @@ class StoredCosts:
 
     @classmethod
     def now(cls, key: CostKey, allowed_seconds: float, measurement: Measurement) -> StoredCosts:
-        """Return costs that have just been measured."""
         return cls(key, datetime.now(timezone.utc), allowed_seconds, measurement)
 
 
@@ -69,7 +67,6 @@ class CostStore:
         self._folder = None if folder is None else CacheFolder(folder)
 
     def load(self, key: CostKey) -> StoredCosts | None:
-        """Return the costs with this key, or None."""
         return self._read(_COSTS, key, _costs_of)
 
     def save(self, costs: StoredCosts) -> bool:
@@ -86,11 +83,9 @@ class CostStore:
         return self._write(_COSTS, costs.key, entry)
 
     def load_paths(self, key: CostKey) -> Mapping[str, str] | None:
-        """Return the path of each linear layer with this key, or None."""
         return self._read(_PATHS, key, lambda _, entry: _checked_texts(entry["paths"]))
 
     def save_paths(self, key: CostKey, paths: Mapping[str, str]) -> bool:
-        """Store the path of each linear layer, and return whether that was possible."""
         return self._write(_PATHS, key, {"paths": dict(paths)})
 
     def entries(self) -> list[StoredCosts]:

@@ -82,12 +82,10 @@ class Adapters:
 
     @property
     def num_served(self) -> int:
-        """Number of those that are served."""
         return sum(isinstance(each, Adapter) for each in self.found)
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each adapter by its name."""
         return {name: number for number, name in enumerate(self.names)}
 
     @property
@@ -118,9 +116,6 @@ def find_adapters(
     """Return the adapters of a checkpoint; None if there is none.
 
     Args:
-        checkpoint: the checkpoint.
-        record: records the model with some tables.
-        device: device of the model.
         workers: workers that share `adapter_bytes`.
 
     Raises:
@@ -250,10 +245,7 @@ class ResidentAdapters:
         """Reserve the tables.
 
         Args:
-            adapters: the adapters of the model.
             tables: tables that its programs have recorded.
-            programs: these programs.
-            fault_of_ranks: see `RankLink`.
         """
         self._fault_of_ranks = fault_of_ranks
         self._adapters, self._tables, self._numbers = adapters, tables, adapters.numbers
@@ -278,7 +270,6 @@ class ResidentAdapters:
         return self._tables.slots
 
     def close(self) -> None:
-        """Close the files of the adapters."""
         for each in self._adapters.found:
             if isinstance(each, Adapter):
                 each.folder.close()
@@ -321,12 +312,6 @@ class ResidentAdapters:
         """Return the inputs for rows that have an adapter, and their dimensions.
 
         Adapters that are not in memory are read.
-
-        Args:
-            numbers: adapter of each sequence.
-            lengths: tokens of each sequence.
-            given: its other inputs.
-            program: number of the program.
 
         Raises:
             AdapterFaultError: an adapter cannot be read any more.

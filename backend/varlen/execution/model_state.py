@@ -48,9 +48,9 @@ from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims
-from varlen.models.checkpoint.m3_heads import M3Heads
+from varlen.models.checkpoint.vector_layers import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
@@ -61,7 +61,7 @@ from varlen.request.request import (
     Vectors,
     join_outputs,
 )
-from varlen.request.sparse_vectors import terms_in_order
+from varlen.request.terms import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -97,11 +97,7 @@ class ProgramRunner(Protocol):
 
 
 class OneShot:
-    """Sequences that run as a whole, each with one answer.
-
-    Attributes:
-        device: runs the program.
-    """
+    """Sequences that run as a whole, each with one answer."""
 
     def __init__(
         self,
@@ -119,8 +115,6 @@ class OneShot:
         Args:
             m3: its heads for terms and for tokens, if it is like bge-m3.
             is_padded: whether the program pads sequences to the longest of their batch.
-            link: link to the other processes that hold the model.
-            adapters: the adapters of its program, if it has any.
         """
         self.device, self.adapters, self._number = device, adapters, number
         self._task, self._m3, self._is_padded, self._link = task, m3, is_padded, link
@@ -146,7 +140,6 @@ class OneShot:
             return lambda: found
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
-        """Start a batch of the engine; see `launch`."""
         return self.launch(batch.prompts, batch.options)
 
     def _launch(
@@ -234,15 +227,12 @@ class OneShot:
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
-        """Return the answer of each sequence; see `launch`."""
         return self.launch(prompts, options)()
 
     def close(self) -> None:
-        """Release device memory."""
         self.device.close()
 
     def _finished(self, prompts: Sequence[Prompt], output: Float32Array) -> list[Float32Array]:
-        """Return the answers of an output, as they leave the runner."""
         if self._task == "sparse_embed" and self._m3 is not None and self._rows == "tokens":
             return weighted_terms(prompts, output, self._m3.unweighted)
         answers = split_answers(output, prompts, self._rows)
@@ -291,7 +281,6 @@ class SeveralOutputs(OneShot):
         Args:
             device: runs the encoder, whose output are hidden states.
             heads: run the heads, first the head of the model's own task.
-            m3, adapters: see `OneShot`.
         """
         super().__init__(device, adapters=adapters)
         self._heads = heads
@@ -379,7 +368,6 @@ def weighted_terms(
     Args:
         prompts: sequences in the order of the batch.
         weights: `[tokens, 1]`, of each token; none is negative. Rows behind are of no sequence.
-        unweighted: tokens that are no terms.
 
     Returns:
         `[terms, 2]` fp32 of each sequence, as by `terms_in_order`. Terms of weight 0 are left out.
@@ -450,11 +438,7 @@ class Decoder:
         Args:
             loaded: the step of the decoder, and the encoder if there is one.
             arenas: memory of the intermediates of each program.
-            chooser: chooses tokens from logits on the device.
-            kernels: module with the functions that ops name.
-            longest: longest sequence, in tokens.
             limits: number and size of edit lists.
-            link: link to the other processes that hold the model.
         """
         assert loaded.kv is not None
         self.kv = loaded.kv
@@ -505,7 +489,6 @@ class Decoder:
         self._bind_others(loaded.programs[1:], arenas[1:])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Return a function that runs a step on a CPU or on ranks."""
         return partial(self._run_batch, batch)
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
@@ -540,7 +523,6 @@ class Decoder:
             return self._part_of(step)
 
     def run_prepared(self, step: PackedStep, part: PackedStep) -> Chosen:
-        """Run a step whose part is prepared; see `run_packed`."""
         with memory_errors(), torch.inference_mode():
             return self._run(step, part)
 
@@ -623,7 +605,6 @@ class Decoder:
         return {**inputs, **arrays}, {**dims, **adapted}
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
-        """Return a step as arrays; see `StepDevice`."""
         return pack_step(step, self.kv.block_size, plan, self._numbers)
 
     def may_queue(self, packed: PackedStep) -> bool:  # noqa: ARG002  # of every device
@@ -631,7 +612,6 @@ class Decoder:
         return True
 
     def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
-        """Start a step; return a function that waits for what the GPU chooses."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             try:
@@ -650,7 +630,6 @@ class Decoder:
         plan: DevicePlan,
         chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step, and give the tokens to the next one."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             logits = self.steps.last_logits(step.num_logit_rows)
@@ -670,13 +649,11 @@ class Decoder:
         return bool(self.run_part(step).isnan().any())
 
     def close(self) -> None:
-        """Release the KV caches, and what runs steps."""
         self.steps.close()
         self._states.clear()
         del self._kv_memory
 
     def _give(self, packed: PackedStep, step: Batch) -> None:
-        """Give beams the tokens that the host has chosen."""
         if packed.beams:
             packed.beams["given"][:] = self._chooser.given(step)
 
@@ -693,7 +670,6 @@ class Decoder:
             self._copy_blocks(copies)
 
     def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        """Give beams their tokens and block tables; see `DeviceSearches.follow`."""
         self._kernels.copy_blocks(self._kv_memory, self.searches.follow(beams, inputs))
 
     def _copy_blocks(self, copies: Int32Array) -> None:
@@ -710,7 +686,6 @@ class EncoderDecoder(Decoder):
     """A decoder whose sequences have a source text, which an encoder reads first."""
 
     def _bind_others(self, programs: Sequence[Program], arenas: Sequence[Arena]) -> None:
-        """Bind the encoder to its memory."""
         (program,), (arena,) = programs, arenas
         self._sources: CudaSources | None = None
         self._encode: Callable[[Arrays, Dims], object]
@@ -733,7 +708,6 @@ class EncoderDecoder(Decoder):
         self._encode = partial(encoder.run, out=[])
 
     def close(self) -> None:
-        """Release the KV caches, and what runs steps and sources."""
         if self._sources is not None:
             self._sources.close()
         super().close()

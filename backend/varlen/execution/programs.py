@@ -21,12 +21,10 @@ from varlen.costs.store import find_cache
 from varlen.errors import ConfigError
 from varlen.execution.adapters import Adapters, find_adapters
 from varlen.execution.arenas import KvSize, kv_size
-from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths
+from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths, in_large_pages
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
-from varlen.execution.cpu.weight_pages import in_large_pages
-from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype
-from varlen.execution.fingerprint import cost_fields
+from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.int8_model import to_int8
@@ -62,13 +60,10 @@ class LoadedPrograms:
         programs: the encoder with its head, and the encoder of labels, if there is one; the encoder and then the head
             of each of several tasks; or the step of the decoder and the encoder of its sources, if there is one.
         vocab_size, type_vocab_size: ids below these are valid.
-        dtype: data type of weights and activations.
         weight_bytes: memory of the weights, in bytes.
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
         parts: the part of each stage of each program; empty without stages.
-        adapters: the adapters of the model, if it has any.
-        tables: tables that its programs have for them.
     """
 
     programs: tuple[Program, ...]
@@ -171,8 +166,9 @@ def _record(
         fields["gelu"] = "tanh"
     name = dtype.removeprefix("torch.")
     if bits := BITS.get(config.dtype):
-        cache = find_cache(config.cache_folder) if seconds else None
-        programs, name = model.to_int8(programs, cache, bits), config.dtype
+        cores = max(workers, torch.get_num_threads())
+        programs = model.to_int8(programs, find_cache(config.cache_folder), bits, cores)
+        name = config.dtype
         fields["int8"] = product_of(bits).kernel
     return LoadedPrograms(
         programs,
@@ -242,7 +238,6 @@ class _Loading:
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
     ) -> Recorder:
-        """Return a recorder of a program."""
         return Recorder(
             for_gpu=self.device.type == "cuda",
             approximate_gelu=self.config.approximate_gelu,
@@ -268,12 +263,10 @@ class WholeSequences:
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:
-        """Return what decides the times of layers beside the checkpoint: heads of tasks differ."""
         return {"task": task}
 
     @staticmethod
     def threads() -> int:
-        """Return the number of threads that run a layer."""
         limit_primitives()
         return 1
 
@@ -335,7 +328,6 @@ class WholeSequences:
         return (ops.finish(labels),)
 
     def _record_head(self, ops: Recorder, task: Task, hidden: Value, heads: Heads) -> Value:
-        """Record the head of a task."""
         checkpoint, device = self._loading.checkpoint, self._loading.device
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
         if task == "embed" and checkpoint.rounds:
@@ -352,12 +344,11 @@ class WholeSequences:
         )
 
     def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        """Return programs with the layers of the encoder in int8."""
         calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
         body, *heads = programs
-        return (*to_int8(calibrated, [body], cache, bits), *heads)
+        return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
 
 
 class Steps:
@@ -382,7 +373,6 @@ class Steps:
 
     @staticmethod
     def threads() -> int:
-        """Return the number of threads that run a layer."""
         return torch.get_num_threads()
 
     def kv_size(self, longest: int, layers: int | None) -> KvSize:
@@ -401,17 +391,15 @@ class Steps:
         )
 
     def record(self, kv: KvSize, adapters: AdapterTables | None = None) -> tuple[Program, ...]:
-        """Return the step of the decoder, and the encoder of sources."""
         kv = replace(kv, dtype=self._loading.dtype)
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
     def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        """Return programs with the layers of decoder and encoder in int8 or int4."""
         recorded = record_steps(self._model, CALIBRATION_KV)
         calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
-        return to_int8(calibrated, programs, cache, bits)
+        return to_int8(calibrated, programs, cache, bits, cores)
 
 
 def record_steps(

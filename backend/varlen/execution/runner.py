@@ -20,9 +20,8 @@ from varlen.execution.arenas import batch_arenas, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner, CudaSteps, OpsOnDevice
-from varlen.execution.device import choose_device, device_memory, name_of
+from varlen.execution.device import choose_device, device_memory, device_name, name_of
 from varlen.execution.executor import Outputs, StepLauncher
-from varlen.execution.fingerprint import device_name
 from varlen.execution.labelled_spans import LabelledSpans, SpansInParts
 from varlen.execution.model_info import (
     GraphUse,
@@ -75,9 +74,6 @@ class Runner:
     Whole sequences use the cores that torch gives the thread of a CPU; workers give it one. Steps use all of them.
 
     Attributes:
-        link: link to the other processes that hold the model.
-        device: device of weights, caches and batches.
-        programs: the recorded forward passes.
         state: memory of the model on the device, which decides how batches run.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
         launch_batch: starts a batch and returns a function that waits for its outputs. On a CPU the batch has run then,
@@ -141,7 +137,6 @@ class Runner:
         longest: int,
         seconds: float,
     ) -> LoadedPrograms:
-        """Load the programs of a kind of model; see `load_programs`."""
         self._loaded = load_programs(
             kind,
             checkpoint,
@@ -158,7 +153,6 @@ class Runner:
         return self._loaded
 
     def _load_whole_sequences(self, checkpoint: Checkpoint, seconds: float) -> None:
-        """Load a model that runs whole sequences."""
         config = self._config
         task = _task_of_sequences(checkpoint, config)
         longest = sequence_limit(checkpoint, config)
@@ -184,7 +178,6 @@ class Runner:
             self.graph_use = device.graph_use
 
     def _load_steps(self, checkpoint: Checkpoint, chooser: Chooser) -> None:
-        """Load a model that generates."""
         config = self._config
         is_translation = checkpoint.translate is not None
         task: Task = "translate" if is_translation else "generate"
@@ -253,7 +246,6 @@ class Runner:
         return other
 
     def _run_whole(self, device: ProgramRunner, task: Task) -> None:
-        """Run whole sequences on a device."""
         further = self._config.further_tasks
         is_padded = self._config.execution == "padded"
         if further:
@@ -285,12 +277,10 @@ class Runner:
         self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
-        """Run batches on all cores of its CPU while `share` says that they run alone."""
         for each in (self._cpu_runner, *self._heads):
             each.share_cores(share, self._workers)
 
     def run_batch(self, batch: Batch) -> Outputs:
-        """Return the outputs of a batch; see `launch_batch`."""
         return self.launch_batch(batch)()
 
     def run(
@@ -301,7 +291,6 @@ class Runner:
         Args:
             prompts: checked, at least one; together at most `max_batch_tokens` long, padding included if they
                 are padded, or one of at most `max_arena_tokens`.
-            options: one per prompt.
 
         Returns:
             Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank
@@ -328,20 +317,16 @@ class Runner:
 
     @property
     def arena(self) -> Arena:
-        """Memory of the intermediates of the first program."""
         return self.arenas[0]
 
     @property
     def program(self) -> Program:
-        """The first program."""
         return self.programs[0]
 
     def use(self) -> MemoryUse:
-        """Return the memory use. From any thread."""
         return MemoryUse.total(arena.use() for arena in self.arenas)
 
     def new_swaps(self) -> Sequence[Swap]:
-        """Return the adapters that were exchanged since the last call."""
         adapters = self.state.adapters
         return () if adapters is None else adapters.new_swaps()
 
@@ -356,7 +341,6 @@ class Runner:
         self.check()
 
     def compile_products(self) -> None:
-        """Compile the linear layers for batches of usual sizes."""
         for each in (self._cpu_runner, *self._heads):
             each.compile()
 
@@ -368,7 +352,6 @@ class Runner:
             self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
-        """Release device memory and the files of adapters."""
         self.state.close()
         if self._resident is not None:
             self._resident.close()

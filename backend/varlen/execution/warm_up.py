@@ -1,11 +1,9 @@
 """Batches and steps that run before a model serves.
 
-They show whether it computes numbers, and compile what its steps need.
-
-On a GPU, the batch of a capture has no sequence, so it runs little of attention: a fault there would show in service
-first. Steps of a model that generates, and the encoder of its source texts, are captured as graphs, at load. Which
-kernels run depends on the mean new tokens of a step, on whether it has several sequences, and on whether single tokens
-beside prompts are read in splits, whose number follows from the number of sequences.
+They show whether it computes numbers, and compile what its steps need: on a GPU, the batch of a capture has no
+sequence, so it runs little of attention, and a fault there would show in service first. Which kernels run depends on
+the mean new tokens of a step, on whether it has several sequences, and on whether single tokens beside prompts are read
+in splits, whose number follows from the number of sequences.
 """
 
 from __future__ import annotations
@@ -183,11 +181,7 @@ def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
 
 
 def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:
-    """Run steps of prompts of all forms: a fault or a compile comes at load.
-
-    Args:
-        timeout: see `warm_up`.
-    """
+    """Run steps of prompts of all forms: a fault or a compile comes at load."""
     for chunks in _prompts_of_all_forms(runner):
         _run(runner, chunks, timeout)
 
@@ -229,13 +223,11 @@ def _check_logits(runner: Runner) -> None:
 
 
 def _run(runner: Runner, chunks: Sequence[Chunk], timeout: float) -> None:
-    """Run a step."""
     run = partial(runner.run_batch, _step(chunks))
     call_within(timeout, run, compile_seconds=_COMPILE_SECONDS)
 
 
 def _step(chunks: Sequence[Chunk]) -> Batch:
-    """Return a step, which begins with the copy of a block onto itself."""
     sequences = tuple(chunk.sequence for chunk in chunks)
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
     return Batch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))

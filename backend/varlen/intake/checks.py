@@ -109,11 +109,8 @@ class Intake:
         """Return the prompts of texts or pairs of texts.
 
         Args:
-            texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
             side: side on which they are cut; None is the checkpoint's.
-            max_tokens: length to which they are cut, special tokens included; None is the longest of the role.
-            prefix: prompt or instruction before the texts.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
@@ -185,7 +182,6 @@ class Intake:
 
         Args:
             messages: objects with the fields that the checkpoint's chat template reads, such as role and content.
-            variables: values of other variables of the template.
 
         Raises:
             RequestError: the checkpoint has no chat template, the template refuses the messages, or see `texts`.
@@ -218,7 +214,6 @@ class Intake:
         Args:
             read: function that returns the messages, or raises RequestError; it may take long.
             num_bytes: length of their text.
-            variables: see `chat`.
         """
         return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
@@ -237,7 +232,6 @@ class Intake:
         return TextRole(instruction=prefix.instruction)
 
     def cut_side(self, given: RowParameters) -> TruncationSide:
-        """Return the side on which texts of a request are cut."""
         if self._pair_template is not None or self.word_prompts is not None:
             return "right"
         return given.truncation_side or self.tokenizer.side
@@ -256,7 +250,6 @@ class Intake:
             )
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token."""
         return self.tokenizer.token_text(token_id)
 
     def term_text(self, term: int) -> str:
@@ -265,7 +258,6 @@ class Intake:
 
     @property
     def reads_sources(self) -> bool:
-        """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
     def _tokenize(

@@ -70,7 +70,6 @@ class LongTextForm:
 
     Attributes:
         spans: beginning and end of each span, one after the other, see `read_spans`; None for whole texts.
-        windows: whether texts that are longer than the model are read in windows.
         overlap: tokens that two windows share; None is the default.
         normalize: whether vectors have length 1.
     """
@@ -87,7 +86,6 @@ class _Part:
 
     Attributes:
         vectors: numbers of these vectors, `[vectors]`; a whole text has one.
-        counts: tokens of each that are in this sequence.
     """
 
     vectors: _Places
@@ -98,7 +96,6 @@ class LongTexts:
     """The texts of a request that are embedded in parts.
 
     Attributes:
-        num_vectors: number of their vectors.
         normalizes_parts: whether the vectors of sequences are normalized, and not only the result.
     """
 
@@ -108,10 +105,7 @@ class LongTexts:
         """Check the texts and what is asked of them.
 
         Args:
-            intake: makes the prompts.
             texts: a text for each row; one text with spans.
-            form: form of the vectors.
-            prefix: prompt or instruction before the texts.
 
         Raises:
             RequestError: the model does not serve it, a text is too long, or a span is outside of its text.
@@ -175,15 +169,10 @@ class LongTexts:
         return steps_of(sizes, run)
 
     def count(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of each text, given the tokens of each prompt."""
         return [sum(tokens[part]) for part in self._prompts_of_rows()]
 
     def vectors(self, outputs: Sequence[Float32Array]) -> Float32Array:
-        """Return the vector of each text, or of each span, `[vectors, features]`.
-
-        Args:
-            outputs: the output of each prompt.
-        """
+        """Return the vector of each text, or of each span, `[vectors, features]`."""
         return np.concatenate(
             [
                 self._joined(parts, outputs[place])
@@ -272,12 +261,7 @@ class LongTexts:
         return found
 
     def _windows(self, row: int, others: int, count: int) -> list[tuple[slice, slice]]:
-        """Return the tokens of each window, and the tokens that spans have there.
-
-        Args:
-            others: number of tokens in front of the text and behind it.
-            count: number of tokens of the text.
-        """
+        """Return the tokens of each window, and the tokens that spans have there."""
         longest = self._limits.max_sequence_tokens
         if self._form.windows:
             longest = min(longest, self._limits.max_arena_tokens or longest)

@@ -1,14 +1,10 @@
 """Threads that tokenize: they turn drafts into requests.
 
-No client waits while a long text of another one is tokenized. A draft is worked on step by step, and the step that is
-due first runs next:
+The step of a draft that is due first runs next, so short texts pass long ones, and one thread runs short steps only:
 
     due = arrival + bytes of the draft up to and with this step / (bytes per second * (1 + priority))
 
-The rate is lower than any tokenizer's. Short texts therefore pass long ones, and pass each row of a large request.
-As `due` does not change while others arrive, every step has its turn: only a request that comes before its step is due
-can pass it. One thread runs short steps only, so a short text never waits for a long step.
-
+`due` never changes, so every step has its turn; docs/decisions/0024-tokenizer-threads.md has the reasons.
 Every draft ends in exactly one way: it is accepted as a request, or its reply fails.
 """
 
@@ -69,11 +65,9 @@ class _Work:
     """A draft and its progress. One thread at a time works on it.
 
     Attributes:
-        steps: those that are left.
         number: number in order of arrival.
         bytes_left, bytes_done: length of the texts of the steps that are left, and of the others.
         last_check: last time at which the client was known to be there.
-        prompts: prompts of the steps that have run.
     """
 
     steps: deque[TokenizationTask]
@@ -118,7 +112,6 @@ class TokenizerPool:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
-            stats: gets the refusals.
             work: words for what a deadline came before.
         """
         self._limits = limits
@@ -140,7 +133,6 @@ class TokenizerPool:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 

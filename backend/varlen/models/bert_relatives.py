@@ -1,7 +1,7 @@
 """BERT and its relatives: names of tensors and fields, and parts of layers.
 
-A relative is a row; `post_norm_family` loads all of them. Source of the names: the models as Hugging Face transformers
-saves them, and of JinaBERT, jina-embeddings-v3 and NomicBERT the code and files of their authors on the hub.
+A relative is a row; `post_norm_family` loads all of them. Names of JinaBERT, jina-embeddings-v3 and NomicBERT come from
+the code and files of their authors on the hub.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,15 @@ from dataclasses import replace
 
 from varlen.models.checkpoint.family import Family
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import DISTANCE_BUCKETS, PostNormFamily
+from varlen.models.post_norm_family import (
+    DISTANCE_BUCKETS,
+    ExpertNames,
+    FieldNames,
+    HeadNames,
+    LayerNames,
+    PostNormFamily,
+)
 from varlen.models.post_norm_layers import PostNormEncoder
-from varlen.models.post_norm_names import ExpertNames, FieldNames, HeadNames, LayerNames
 
 _LM_HEAD = MaskedLMNames(
     "lm_head.dense",

@@ -3,8 +3,7 @@
 Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose
 tokens read all of a text.
 Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118 (norms after both parts, limits of scores); 2025,
-arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions); tensor names as Hugging Face transformers
-saves them.
+arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.output import read_top
 from varlen.models.blocks.rotary import read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -29,9 +28,14 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary,
+    read_rotary_of_kinds,
+)
 from varlen.models.llama import Llama, LlamaLayer, read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 from varlen.tasks import Task
@@ -62,12 +66,10 @@ class Options:
 
     Attributes:
         fields: fields of config.json that it reads beside the common ones.
-        activation_field: the field with the activation of gates.
         every: the layer of this number, and each multiple, reads all tokens where config.json does not say it.
         score_cap, logit_cap: limits where config.json does not say them; None is no limit.
         has_post_norms: whether the results of both parts of a layer are normed.
         has_head_norms: whether queries and keys are normed.
-        attention_norms: names of the norms before and after the attention.
     """
 
     fields: frozenset[str] = frozenset()
@@ -139,7 +141,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
-    """Return the rotary positions of each layer."""
     kinds = _read_kinds(config)
     if "rope_local_base_freq" not in _options(config).fields:
         return (read_rotary(config),) * len(kinds)
@@ -173,10 +174,8 @@ class GemmaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: head layout of each layer.
         windows: window of each layer: number of last tokens that a token reads; where tokens read later ones too,
             those at a smaller distance. 0 is all.
-        rotary: rotary positions of each layer.
         score_scale: factor of the scores of attention.
         score_cap, logit_cap: limits of these scores and of logits; 0 is none.
         has_attention_bias: whether linear layers before and after the attention have a bias.
@@ -243,7 +242,6 @@ def read_stack(
     Args:
         fields: config.json, or the part of these layers.
         prefix: beginning of the names of their tensors.
-        is_for_first_stage: see `LayerReader.layers`.
     """
     config, options = GemmaConfig.read(fields), _options(fields)
     table = read.token_table(f"{prefix}embed_tokens.weight", config.vocab_size, config.hidden)

@@ -1,7 +1,6 @@
 """GPT-2: a decoder with learned positions and pre-norm layers, over packed tokens.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; tensor names as Hugging Face
-transformers saves them.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class Gpt2:
     heads: Heads = Heads()
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         residual = self.token_table.record(
             ops, inputs.token_ids(ops), inputs.position_ids(ops), self.position_table
         )
@@ -106,7 +104,6 @@ class Gpt2:
         return x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)

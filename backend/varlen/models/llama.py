@@ -3,8 +3,7 @@
 Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false. Relatives
 with files of their own change what `load` returns.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,
-arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys); tensor names as Hugging
-Face transformers saves them.
+arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.feed_forward import Experts, FeedForward
-from varlen.models.blocks.output import record_output
+from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -142,7 +140,6 @@ def _read_flag(config: Json, name: str) -> bool:
 
 
 def _read_heads(config: Json) -> AttentionHeads:
-    """Return the heads of a layer."""
     return read_heads(config, OPTIONS[config["model_type"]].head_dim)
 
 
@@ -226,7 +223,6 @@ class LlamaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: head layout of each layer.
         width: features of a token in the layers.
         hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
@@ -288,7 +284,6 @@ class LlamaLayer:
         attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
         qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
-        mlp: the feed-forward part.
         window: number of last tokens that a token reads; 0 is all.
     """
 
@@ -313,8 +308,6 @@ class Llama:
         projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
-        activation: activation of gates.
-        embedding_scale: factor of embeddings.
         score_scale: factor of the scores of attention; None is head_dim ** -0.5.
         score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
         are_head_norms_last: whether the norms of queries and keys follow rotary positions.
@@ -337,7 +330,6 @@ class Llama:
     are_head_norms_last: bool = False
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         residual = self.token_table.record(ops, inputs.token_ids(ops), scale=self.embedding_scale)
         # the norm before each layer, and the final one
@@ -355,7 +347,6 @@ class Llama:
         return x if self.projection is None else self.projection.record(ops, x)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         logits = record_output(ops, self.output, hidden, self.token_table.vocab_size)
@@ -541,10 +532,8 @@ def make_family(
     """Return the family of a relative.
 
     Args:
-        name: the beginning of its classes, such as Llama of LlamaModel.
         model_type: its name in `OPTIONS`.
         fields: more fields of config.json than `LlamaConfig` and its options have, which it reads.
-        classifiers: the tasks of classifiers that transformers has for it.
     """
     generator, sequences, tokens = (
         f"{name}For{head}" for head in ("CausalLM", "SequenceClassification", "TokenClassification")

@@ -1,4 +1,7 @@
-"""The families that are served, by the `model_type` of config.json."""
+"""The families that are served, by the `model_type` of config.json.
+
+Names of tensors and fields are the ones that Hugging Face transformers saves, unless a family's file says otherwise.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -7,17 +10,12 @@ from varlen.models import (
     bart,
     bert_relatives,
     deberta,
-    eurobert,
     gemma,
     gpt2,
-    granite,
-    hunyuan,
     llama,
+    llama_relatives,
     modernbert,
     olmo,
-    phi3,
-    qwen3_moe,
-    smollm3,
     static,
     t5,
     t5gemma,
@@ -25,7 +23,7 @@ from varlen.models import (
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.static_files import STATIC
+from varlen.models.static import STATIC
 
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in bert_relatives.RELATIVES.items()},
@@ -37,13 +35,8 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     "gpt2": gpt2.FAMILY,
     **llama.FAMILIES,
     **gemma.FAMILIES,
-    "qwen3_moe": qwen3_moe.FAMILY,
-    "eurobert": eurobert.FAMILY,
-    "phi3": phi3.FAMILY,
-    "granite": granite.FAMILY,
-    "smollm3": smollm3.FAMILY,
+    **llama_relatives.FAMILIES,
     **olmo.FAMILIES,
-    "hunyuan_v1_dense": hunyuan.FAMILY,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {
     **bart.FAMILIES,

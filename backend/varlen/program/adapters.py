@@ -29,7 +29,6 @@ class LayerCut:
 
     Attributes:
         shape: inputs and outputs of the whole layer.
-        inputs: bounds of its inputs.
         outputs: bounds of its outputs, one part after another.
     """
 
@@ -42,7 +41,6 @@ class LayerPart(NamedTuple):
     """A layer of a checkpoint that a recorded layer has, perhaps beside others.
 
     Attributes:
-        name: its name in the checkpoint.
         width: its outputs here; 0 where no adapter can change them.
         cut: the part of a rank; None for all of it.
     """
@@ -77,7 +75,6 @@ class AdaptedLayer:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Its tables."""
         every = self.first, self.second, self.spans, self.bias
         return tuple(each for each in every if each is not None)
 

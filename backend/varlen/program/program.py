@@ -89,12 +89,10 @@ class Op:
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """The values among its operands."""
         return tuple(operand for operand in self.operands if isinstance(operand, Value))
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """The weights among its operands."""
         groups = [each if isinstance(each, tuple) else (each,) for each in self.operands]
         return tuple(each for group in groups for each in group if isinstance(each, Tensor))
 
@@ -146,12 +144,6 @@ class Program:
     """
 
     def __init__(self, ops: Sequence[Op], outputs: Sequence[Value]) -> None:
-        """Derive lifetimes and bindings.
-
-        Args:
-            ops: calls in the order in which they run.
-            outputs: results of some of them.
-        """
         self.ops = tuple(ops)
         self.outputs = tuple(outputs)
         results = {result for op in self.ops for result in op.results}
@@ -198,7 +190,6 @@ class Program:
             kernels: has the functions that the ops name, such as a module.
             region: laid out for this program and a batch of these dimensions; overwritten.
             states: the tensor of each state, by name; those that ops write are changed.
-            out: tensors of the outputs' shapes for this batch.
             call: runs an op instead of its kernel: gets the op, the kernel, its operands and `out`.
         """
         outputs = tuple(self.new_outputs(batch.dims, region.memory.device)) if out is None else out
@@ -226,7 +217,6 @@ class Program:
     def run_op(
         self, number: int, kernels: object, tensors: Sequence[Any], call: CallOp | None = None
     ) -> None:
-        """Run one op on what `tensors` returned; see `run` for `call`."""
         op, reads, writes = self._calls[number]
         operands = [tensors[slot] for slot in reads]
         kernel = getattr(kernels, op.kernel)

@@ -19,7 +19,6 @@ class Stage:
 
     Attributes:
         number: its number, from 0.
-        count: number of stages; the last one leads: it has the logits.
     """
 
     number: int = 0
@@ -58,7 +57,6 @@ def layer_starts(program: Program, layer_of: Mapping[int, int], count: int) -> l
     """Return the number of the first op that reads a weight of each layer.
 
     Args:
-        program: the program, as it was recorded.
         layer_of: the layer of each weight, by the weight's id.
     """
     starts: dict[int, int] = {}
@@ -77,8 +75,6 @@ def cut_program(
     """Return the part of each stage.
 
     Args:
-        program: the program, as it was recorded.
-        starts: see `layer_starts`.
         bounds: first layer of each stage, and the number of layers.
     """
     cuts = [0, *(starts[bound] for bound in bounds[1:-1]), len(program.ops)]
@@ -95,7 +91,6 @@ def balanced_bounds(costs: Sequence[float], starts: Sequence[int], stages: int) 
     Each stage has one layer at least.
 
     Args:
-        starts: see `layer_starts`.
         stages: number of stages, at most as many as layers.
 
     Returns:

@@ -100,7 +100,6 @@ class SchemaTask:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The number of each instance whose labels the model scores; -1 for classes."""
         if self.kind == "classifications":
             return (-1,)
         return range(1 if self.kind == "entities" else MOST_COUNT - 1)
@@ -149,7 +148,6 @@ class Schema:
 
     @property
     def choice_words(self) -> list[str]:
-        """The words before each text."""
         return [word for each in self.tasks for word in each.choice_words]
 
     def rows(self) -> Iterator[tuple[SchemaTask, int, Label]]:
@@ -197,7 +195,6 @@ class SchemaForm:
     """What a request asks of its texts.
 
     Attributes:
-        texts: the text of each row.
         threshold: scores from it on count, unless a label has its own.
         flat_ner: whether no two spans of a label share a word; else one may contain the other.
     """
@@ -211,7 +208,6 @@ class SchemaForm:
         """Return the entities of a row in the order of their beginnings.
 
         Args:
-            row: number of the row.
             scores: `[words · labels of all instances, columns]`, logits.
 
         Raises:
@@ -360,7 +356,6 @@ def _choice_of(text: str, score: float) -> dict[str, Any]:
 
 
 def _classes(task: SchemaTask, logits: Float32Array) -> Any:
-    """Return the class of a text, or several."""
     names = [label.name for label in task.labels]
     is_softmax = task.activation == "softmax" or (task.activation == "auto" and not task.is_multi)
     if is_softmax:
@@ -469,7 +464,6 @@ def _classification(at: str, value: object) -> SchemaTask:
 
 
 def _task(at: str, task: SchemaTask) -> SchemaTask:
-    """Return a task whose labels are checked."""
     names = [label.name for label in task.labels]
     if not names:
         raise RequestError(f"{at} has no labels; allowed: one or more")

@@ -49,7 +49,6 @@ class Span:
 
     Attributes:
         start, end: its first character, and the one behind its last.
-        text: its characters.
         score: probability of the label.
     """
 
@@ -65,8 +64,6 @@ class SpanForm:
     """What a request asks of spans.
 
     Attributes:
-        texts: the text of each row.
-        labels: labels, each once.
         threshold: scores above it count.
         flat_ner: whether no two spans share a word; else one may contain the other.
         multi_label: whether a span may have several labels.
@@ -84,7 +81,6 @@ class SpanForm:
         """Return the spans of a row in the order of their beginnings.
 
         Args:
-            row: number of the row.
             scores: `[words · labels, columns]`, logits.
 
         Raises:
@@ -222,7 +218,6 @@ def candidates(scores: Float32Array, threshold: np.float32 | Float32Array, row: 
     Args:
         scores: `[words, labels, width]`, probabilities.
         threshold: one for all labels, or `[labels]`.
-        row: number of the row.
 
     Raises:
         RequestError: there are too many.

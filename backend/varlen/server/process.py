@@ -127,7 +127,6 @@ class MemoryTrimmer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -145,12 +144,7 @@ def start_exporter(
     snapshot: Callable[[], MetricsSnapshot],
     adapters: Sequence[str],
 ) -> Exporter | None:
-    """Return the metrics' exporter, or None when the server runs without metrics.
-
-    Args:
-        args: arguments of `initialize`.
-        stats, snapshot, adapters: see `Exporter`.
-    """
+    """Return the metrics' exporter, or None when the server runs without metrics."""
     families: dict[Metric, pb_utils.MetricFamily] = {}
 
     def make_series(metric: Metric, labels: dict[str, str]) -> Series:
@@ -181,9 +175,6 @@ def start_watchdog(name: str) -> subprocess.Popen[bytes]:
 
     A process, not a thread: when the server is killed under load, this process's main thread waits
     for it forever and holds the GIL, so no Python thread runs again.
-
-    Args:
-        name: the name of this process in messages.
     """
     arguments = (
         os.getppid(),

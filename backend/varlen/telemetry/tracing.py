@@ -61,7 +61,6 @@ class RequestTrace:
         self.attributes |= {"varlen.batch.sequences": sequences, "varlen.batch.tokens": tokens}
 
     def finish(self) -> None:
-        """Note that no more outputs come."""
         self.finished = time.monotonic()
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
@@ -81,7 +80,6 @@ class RequestTracer:
     """Makes the spans of the requests of one model. Thread-safe."""
 
     def __init__(self, processor: SpanProcessor, model: str, version: str) -> None:
-        """Make a tracer that gives its spans to a processor."""
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 

@@ -29,7 +29,6 @@ class ScoredPairs:
     """Pairs of a request, as the texts that pass the model.
 
     Attributes:
-        queries, documents: the texts, each once.
         rows: numbers of query and document of each row.
     """
 
@@ -84,11 +83,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True, slots=True)
 class ScoreAnswer:
-    """Makes the response to a request for scores of pairs.
-
-    Attributes:
-        num_tokens: tokens of each prompt.
-    """
+    """Makes the response to a request for scores of pairs."""
 
     pairs: ScoredPairs
     num_tokens: Sequence[int]
@@ -96,16 +91,13 @@ class ScoreAnswer:
 
     @classmethod
     def to(cls, request: Request, pairs: ScoredPairs) -> "ScoreAnswer":
-        """Return what answers a request."""
         return cls(pairs, [prompt.num_tokens for prompt in request.prompts])
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors."""
         return 4 * len(self.pairs.rows) * len(self.pairs.names & {SCORES, LENGTHS})
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the vectors of each prompt."""
         vectors = [
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]

@@ -16,11 +16,16 @@ from varlen.intake.found import Found
 from varlen.intake.long_texts import LongTexts
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request, split_outputs
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
-from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
+from varlen.request.terms import (
+    DEFAULT_TOP_K,
+    largest_top_k,
+    mask_tensors,
+    sparse_tensors,
+    sparse_vector,
+)
 from varlen.request.vectors import VectorForm
 from varlen.tasks import TASKS, Task, TaskFacts, Width, further_names
 from varlen.wire.entities import EntityReader
@@ -44,7 +49,6 @@ class ModelOutputs:
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
         first_vector: tokens at the beginning of a text that have no vector.
-        further: outputs of further tasks.
     """
 
     task: Task
@@ -60,7 +64,6 @@ class ModelOutputs:
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint, further: Sequence[Task] = ()) -> "ModelOutputs":
-        """Return the outputs of a checkpoint that serves a task and further ones."""
         widths: Mapping[Width, int] = {
             "embedding": checkpoint.vector_size(task),
             "hidden": checkpoint.hidden_size,
@@ -89,7 +92,6 @@ class ModelOutputs:
 
     @property
     def facts(self) -> TaskFacts:
-        """What holds for the task."""
         return TASKS[self.task]
 
     @property
@@ -110,7 +112,6 @@ class AnswerOptions:
     Attributes:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
-        top_k: tokens that fill a mask.
         entities: reader of the entities of texts; None leaves them empty.
         found: rows of a task that finds parts of texts.
         long: texts that are embedded in parts.
@@ -181,7 +182,6 @@ class ArrayAnswer:
 
     @classmethod
     def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
-        """Return what answers a request with the outputs of the model's own task."""
         prompts, found = request.prompts, options.found or options.long
         num_tokens = [prompt.num_tokens for prompt in prompts]
         return cls(
@@ -217,7 +217,6 @@ class ArrayAnswer:
         return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the output of each row."""
         rows = [
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
@@ -249,7 +248,6 @@ class ArrayAnswer:
         return main
 
     def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
-        """Return an output of texts."""
         if name == "entities":
             return self._entities(main)
         if name == "tokens":
@@ -335,7 +333,6 @@ class SeveralAnswers:
     def to(
         cls, request: Request, outputs: ModelOutputs, options: AnswerOptions
     ) -> "SeveralAnswers":
-        """Return what answers a request."""
         answers: list[tuple[ArrayAnswer, Mapping[str, str]]] = []
         for task in request.options.outputs:
             if task == outputs.task:
@@ -352,12 +349,10 @@ class SeveralAnswers:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors whose shapes follow from the lengths of the rows."""
         lengths = 4 * len(self.lengths or ())
         return lengths + sum(answer.num_bytes for answer, _ in self.answers)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the joined outputs of each row."""
         rows = [(row, split_outputs(cast(Float32Array, output))) for row, output in outputs]
         found: dict[str, npt.NDArray[Any]] = {}
         for number, (answer, names) in enumerate(self.answers):

@@ -31,7 +31,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _max_row(tiles):
-    """Return the maximum of each row, [ROWS, 1]."""
     maximum = tiles[0]
     for i in tl.static_range(1, len(tiles)):
         maximum = tl.maximum(maximum, tiles[i])
@@ -65,7 +64,6 @@ def _masked_softmax_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= keys
 ):
-    """Write the softmax of ROWS rows of one sequence."""
     keys = key_vectors * VECTOR
     row_tiles = tl.cdiv(rows, ROWS)
     sequence = tl.program_id(0) // row_tiles
@@ -112,7 +110,6 @@ def _wide_softmax_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the softmax of one row."""
     keys = key_vectors * VECTOR
     sequence = tl.program_id(0) // rows
     row = tl.program_id(0) % rows

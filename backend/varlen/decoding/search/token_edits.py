@@ -29,7 +29,6 @@ class TokenRules:
     """Rules of a checkpoint for generated tokens, from its `generation_config.json`.
 
     Attributes:
-        end_ids: tokens that end an answer.
         forced_first_id: the first token after a prompt of one token; Hugging Face's `forced_bos_token_id`.
         forced_last_id: the token at `max_tokens`; Hugging Face's `forced_eos_token_id`.
         suppressed_ids: tokens that are not generated; `suppress_tokens`.
@@ -90,11 +89,7 @@ class TokenHistory:
 
 
 class TokenEditor:
-    """Forced tokens and edits of the beams of one prompt.
-
-    Attributes:
-        end_ids: tokens that end an answer.
-    """
+    """Forced tokens and edits of the beams of one prompt."""
 
     @classmethod
     def of_request(
@@ -129,7 +124,6 @@ class TokenEditor:
         """Prepare the edits.
 
         Args:
-            rules: token rules of the checkpoint and the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
         """
@@ -166,7 +160,6 @@ class TokenEditor:
 
     @property
     def start(self) -> TokenHistory:
-        """The history before the first generated token."""
         return self._start
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:

@@ -42,7 +42,6 @@ class Detokenizer:
         Args:
             tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
-            skip_special_tokens: whether the text leaves out special tokens.
             texts: `TokenBytes.texts`; added to.
         """
         self._tokenizer = tokenizer
@@ -201,7 +200,6 @@ class TextWriter:
         """Start an answer.
 
         Args:
-            tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens of the prompt, whose text is not part of the answer.
             token_bytes: bytes of the tokens, for answers with log probabilities.
         """
@@ -222,7 +220,6 @@ class TextWriter:
         self._num_tokens = 0
 
     def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
-        """Return the part that a token adds, perhaps without text, or a whole answer."""
         if isinstance(output, BeamAnswer):
             return self._whole(output)
         return self._add(output)

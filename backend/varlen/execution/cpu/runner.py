@@ -75,7 +75,6 @@ class CpuRunner:
         """Compile the program.
 
         Args:
-            kernels: module with the functions that ops name.
             handoffs: values that its stage receives and sends, if it is a part of a pipeline.
             of_steps: whether it runs steps of generation, which have few numbers of tokens.
         """
@@ -126,7 +125,6 @@ class CpuRunner:
         There are none if they go to the next stage.
 
         Args:
-            out: tensors of the outputs' shapes.
             cores: number of cores; None for the cores of the thread, or of the model while the batch runs alone.
             given: inputs that are results of another program, with a row for each token.
         """
@@ -212,21 +210,11 @@ class StepCores:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start without times.
-
-        Args:
-            clock: returns seconds.
-        """
         self._clock = clock
         # by the bits of the number of tokens
         self._times: dict[int, _Times] = {}
 
     def run(self, step: Callable[[int], object], tokens: int, cores: int) -> None:
-        """Run a step.
-
-        Args:
-            tokens: number of its tokens.
-        """
         if cores == 1:
             step(1)
             return
@@ -253,7 +241,6 @@ class CpuSteps:
         """Allocate the logits.
 
         Args:
-            runner: runs the program of a step.
             stage: the stage that runs it; the last one keeps the logits of as many steps as there are stages.
         """
         self._runner = runner
@@ -269,8 +256,6 @@ class CpuSteps:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one in this slot.
 
         Args:
-            arrays: `step_arrays`.
-            dims: their dimensions, `step_dims`.
             slot: slot of the logits, where the logits of several steps are kept.
         """
         logits = self.last_logits(dims["logit_rows"], slot)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from varlen.execution.cpu.layer_fusion import fuse_layers
+from varlen.execution.cpu.linear_paths import fuse_layers
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight, WeightCodes
@@ -31,7 +31,6 @@ class QuantizedLayer:
     """A linear layer in int8, for the product that is fastest on this CPU.
 
     Attributes:
-        kernel: name of its op.
         weight: the op's operand after the input.
     """
 
@@ -49,7 +48,6 @@ class LayerCodes(NamedTuple):
 
     Attributes:
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-        chosen: codes of the others.
     """
 
     outliers: Tensor
@@ -78,11 +76,7 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
 def quantize_layers(
     programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes], bits: WeightBits = 8
 ) -> dict[LayerKey, QuantizedLayer]:
-    """Return the int8 form of linear layers.
-
-    Args:
-        programs: programs with these layers in fp32 on the CPU.
-    """
+    """Return the int8 form of linear layers."""
     product, layers = product_of(bits), linear_weights(programs)
     return {
         key: QuantizedLayer(product.kernel, product.quantize(*layers[key], *chosen))
@@ -105,9 +99,6 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
     """Return the program with int8 layers, without the weights that they replace.
 
     Where the CPU's op can also do what follows a layer, it does.
-
-    Args:
-        program: program in fp32.
     """
 
     def replaced(op: Op) -> Op:

@@ -1,12 +1,11 @@
 """The processes that hold one model.
 
-The leader starts the others, decides for all, and sends them their work. None can go on without the others: each of
-them has keys and values that no other one has. So if one is lost, the leader ends, the others with it, and the engine
-starts all of them again.
+The leader starts the others, decides for all, and sends them their work. If one is lost, the leader ends, the others
+with it, and the engine starts all of them again: each has keys and values that no other one has.
 
-Their links are of three kinds. Ranks run at the same time, and meet in memory of all, or on GPUs in a group of
-torch.distributed. A stage runs after the one before it: between two stages are memory for what one hands to the other,
-and a connection that says when it is there.
+Ranks run at the same time, and meet in memory of all, or on GPUs in a group of torch.distributed. A stage runs after
+the one before it: between two stages are memory for what one hands to the other, and a connection that says when it is
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, distributed
 
 from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
-from varlen.execution.fingerprint import device_name
+from varlen.execution.device import device_name
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
@@ -57,11 +56,7 @@ class LateError(Exception):
 
 
 class RankLinks:
-    """The links of a rank: the memory in which all ranks meet. Rank 0 leads.
-
-    Attributes:
-        rank: index of this process among the ranks.
-    """
+    """The links of a rank: the memory in which all ranks meet. Rank 0 leads."""
 
     stage = NO_STAGES
     handoffs: Handoffs | None = None
@@ -83,11 +78,9 @@ class RankLinks:
         return cls(config, 0, memory), others
 
     def name(self, number: int) -> str:
-        """Return the name of a rank in messages."""
         return f"rank {number} of {self.rank.size}"
 
     def limit_waits(self) -> None:
-        """Limit waits as the settings say: all have loaded."""
         self._memory[LONGEST_WAIT] = self._longest_wait
 
     @contextmanager
@@ -153,7 +146,6 @@ class StageLinks:
     """The links of a stage to its neighbors. The last stage leads.
 
     Attributes:
-        stage: the place of this process among the stages.
         handoffs: values that it receives and sends.
     """
 
@@ -186,11 +178,9 @@ class StageLinks:
         return cls(config, config.pipeline_parallel - 1, *before), others
 
     def name(self, number: int) -> str:
-        """Return the name of a stage in messages; the first one has number 1 there."""
         return f"stage {number + 1} of {self.stage.count}"
 
     def limit_waits(self) -> None:
-        """Limit waits as the settings say: all have loaded."""
         self._longest_wait = longest_wait(self._config, self.stage.number)
 
     @contextmanager
@@ -296,7 +286,6 @@ class Leader(_Linked):
         return value
 
     def fault_of_ranks(self, fault: str, /) -> str:
-        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
         if self.stage.count > 1:
             return fault
         try:
@@ -346,12 +335,10 @@ class Leader(_Linked):
         return self.rank.number or self.stage.number
 
     def _name(self, number: int) -> str:
-        """Return the name of a process in messages."""
         pid = os.getpid() if number == self._number else self._members[number].pid
         return f"{self._links.name(number)} (process {pid})"
 
     def _send(self, message: bytes) -> None:
-        """Send the others a message."""
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -375,7 +362,6 @@ class Leader(_Linked):
             os._exit(1)
 
     def _end_ended(self, number: int) -> NoReturn:
-        """End because another process has ended."""
         member = self._members[number]
         member.end()
         self._end(f"{self._name(number)} ended with code {member.code}")
@@ -415,7 +401,6 @@ class Member(_Linked):
         self.connection = Connection(connection)
 
     def agree(self, _: Callable[[], _T], meanwhile: Callable[[], None] | None = None, /) -> _T:
-        """Return what the leader decides."""
         # the leader waits for it
         self.connection.send_bytes(b"")
         while meanwhile is not None and not self.connection.poll():
@@ -424,7 +409,6 @@ class Member(_Linked):
         return value
 
     def fault_of_ranks(self, fault: str, /) -> str:
-        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
         if self.stage.count > 1:
             return fault
         self.connection.send_bytes(fault.encode())
@@ -447,7 +431,6 @@ class Member(_Linked):
 
     @contextmanager
     def running(self, _: object, /) -> Iterator[None]:
-        """Return the context in which this process runs what the leader has sent."""
         try:
             with self._links.turn():
                 yield

@@ -45,7 +45,6 @@ class Workers:
     """The workers of one model.
 
     Attributes:
-        runners: one per worker.
         prepare: function to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
         launcher: the only worker, if it starts a batch while another one runs: a GPU, or the stages of a pipeline.
@@ -79,12 +78,10 @@ class Workers:
             self.share.is_on = True
 
     def use(self) -> MemoryUse:
-        """Return the memory use of all workers together. From any thread."""
         return MemoryUse.total(each.use() for each in self.runners)
 
     @property
     def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Adapters in the memory of each worker. From any thread."""
         return [use for each in self.runners for use in each.adapter_uses]
 
     def close(self) -> None:

@@ -2,9 +2,7 @@
 
 Every step reads all weights, so prompts cost least in large steps. A stream gets its next token at the end of a step:
 while one generates, prompts get only as many tokens as are expected to run within the target of the inter-token
-latency. Answers that are sent as a whole have no such target.
-
-Prompts have a part of every step. If decoding needs all of the target, steps take longer than the target.
+latency, and a part of every step in any case.
 
 Source: chunks of prompts that keep the time between tokens within a target follow Sarathi-Serve (Agrawal et al. 2024,
 OSDI), which chooses a constant number of tokens in advance.
@@ -31,7 +29,6 @@ class StepLimits:
         max_running_sequences: largest number of sequences that run at the same time, without `short_slots`.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
         short_slots: slots beside them for short sequences.
-        short_tokens: tokens of the longest short one, prompt and generated tokens together.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
     """
 
@@ -163,7 +160,6 @@ class StepCost:
         return Forecast(share, least_seconds=alone, part_before=part_before)
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a step."""
         self._steps += 1
         if self._steps == 1:
             # the first one loads and compiles
