@@ -1,5 +1,6 @@
 """Executors on an emulated GPU: right answers, and counts of launches, copies and waits."""
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -229,7 +230,7 @@ def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits
 
 def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
     """Return the tokens of two beams after this number of them."""
-    blocks = (0, 1) if known else (0, 0)
+    blocks = array("i", [0, 1 if known else 0])
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 
 
@@ -321,12 +322,14 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
         if device == "cuda":
             # decode steps of one, two and three rows and steps of eight tokens, and as many tokens of sources
             assert runner.graph_use.count == 4 + 1
-        first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1))
+        first = Chunk(
+            sequence, 0, (0,), array("i", [0]), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1)
+        )
         beams = first._replace(token_ids=(0, 0), encodes=(), beams=2)
         steps = (
             first,
-            beams._replace(start=1, block_ids=(0, 1)),
-            beams._replace(start=2, block_ids=(0, 0)),
+            beams._replace(start=1, block_ids=array("i", [0, 1])),
+            beams._replace(start=2, block_ids=array("i", [0, 0])),
         )
         counts = []
         for chunk in steps:
