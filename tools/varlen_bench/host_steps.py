@@ -190,7 +190,7 @@ def step_seconds(num_sequences: int, options: GenerationOptions) -> list[float]:
 
 
 def _stopped_clock() -> float:
-    """Return the same time: no step is expected to take long, so each is launched at once."""
+    """Return 0 seconds: no step is expected to take long, so each starts at once."""
     return 0.0
 
 

@@ -621,7 +621,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
     if bounds[-1] > len(lengths):
         position_ids = positions_of(bounds, lengths, starts)
         first_blocks = first_blocks.repeat(lengths)
-    # a chunk has its table as bytes: those of 64 sequences are thousands of numbers
+    # as bytes: 64 sequences may have thousands of blocks
     block_ids = np.frombuffer(bytearray().join(blocks_of), np.int32)
     arrays: dict[str, Int32Array | Int64Array] = {
         "token_ids": flat(tokens_of, int(bounds[-1])),
@@ -678,7 +678,7 @@ def slots_of(
 
     Args:
         block_ids: block tables of all sequences, one after another.
-        first_blocks: where the table of the sequence of each token begins there.
+        first_blocks: first place of the table of each token's sequence in `block_ids`.
         position_ids: position of each token in its sequence.
         block_size: tokens of a block.
     """

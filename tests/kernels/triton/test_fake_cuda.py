@@ -161,9 +161,8 @@ DECODE_STEPS = {
     "sampled": {
         **_STEP,
         **_TOKENS,
+        # another graph, which draws the tokens
         "pinned copies to the device": 2,
-        # one more graph draws the tokens
-        "replays": 2,
         "launches": _BLOCK_LAUNCHES,
     },
     "beams": {
@@ -252,10 +251,9 @@ def test_nodes_of_the_graph_of_a_decode_step(gpu: FakeCuda, tmp_path: Path, name
 # Two steps after a prompt, each launched before the tokens of the one before it are read.
 _DRAWN_STEP = {**_STEP, "replays": 2}
 AHEAD = {
-    "greedy": ({"temperature": 0.0}, {**_STEP}),
-    # and the graph that draws
-    "sampled": ({"temperature": 0.8, "seed": 1}, _DRAWN_STEP),
-    # and the kernel that edits
+    "greedy": ({"temperature": 0.0}, _STEP),
+    "sampled": ({"temperature": 0.8, "seed": 1}, _STEP),
+    # the kernel that edits, and the graph of the draw alone
     "penalties": (
         {"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
         {**_DRAWN_STEP, "launches": 1},

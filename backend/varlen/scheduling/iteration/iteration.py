@@ -475,7 +475,7 @@ class IterationScheduler:
         ]
 
     def _update_plain(self, group: Group, chunk: Chunk, token: SampledToken) -> tuple[Event, ...]:
-        """Return the event of a plain group whose token was chosen, and release it at its end."""
+        """Return the event of a plain group's token; release it at its end."""
         if token.is_pending:
             self._run_again(group, chunk)
             return ()
