@@ -511,7 +511,6 @@ class EngineConfig:
 
     @property
     def further_tasks(self) -> tuple[Task, ...]:
-        """The tasks of its further outputs."""
         names = [] if self.outputs == "none" else self.outputs.split(",")
         return tuple(cast(Task, name.strip()) for name in names)
 
@@ -567,7 +566,6 @@ SETTINGS = parameters_of(EngineConfig)
 
 
 def _bytes_of(setting: int | str, whole: int) -> int:
-    """Return a number of bytes, given as such or as a percentage of `whole`."""
     if isinstance(setting, str) and setting.endswith("%"):
         return whole * int(setting[:-1]) // 100
     return int(setting)

@@ -62,11 +62,7 @@ class EngineError(VarlenError):
 
 
 class AdapterFaultError(EngineError):
-    """An adapter cannot be read any more, and fails the requests that name it.
-
-    Attributes:
-        adapter: its name.
-    """
+    """An adapter cannot be read any more, and fails the requests that name it."""
 
     def __init__(self, adapter: str, message: str) -> None:
         super().__init__(message)
@@ -78,11 +74,7 @@ class ModelFaultError(EngineError):
 
 
 class ConfigError(VarlenError):
-    """Settings in config.pbtxt or of `Encoder.from_pretrained` are unknown or not allowed.
-
-    Attributes:
-        problems: a message for each of them.
-    """
+    """Settings in config.pbtxt or of `Encoder.from_pretrained` are unknown or not allowed."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems

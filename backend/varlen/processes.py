@@ -31,7 +31,6 @@ def start_module(
 
     Args:
         connection: the end of a socket that the process gets as FD.
-        arguments: more arguments of the command.
         stdin: standard input of the process, as of `subprocess.Popen`.
         new_session: whether it has a session of its own; if not, it leaves the process group by itself.
 

@@ -30,7 +30,6 @@ class Tensor:
     """One tensor of requests or answers.
 
     Attributes:
-        name: name on the wire.
         datatype: type, as KServe v2 names it.
         shape: names of the dimensions. `features` and `labels` are known for a model, others only for a request.
         meaning: a text in Markdown, for the reference page.

@@ -66,7 +66,6 @@ class CacheFolder:
     """A folder of cache files. Each call checks it again.
 
     Attributes:
-        path: its absolute path.
         of_package: whether it came with the package, whose owner is trusted then. Its files are for all users.
     """
 
@@ -123,7 +122,6 @@ class CacheFolder:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file; see `writing`."""
         with self.writing(name) as path:
             path.write_bytes(content)
 
@@ -325,7 +323,6 @@ class _Chain:
         return self._folders.pop()
 
     def close(self) -> None:
-        """Close the folders."""
         while self._folders:
             os.close(self._folders.pop())
 
@@ -341,7 +338,6 @@ class _Chain:
             raise CacheError(_unwritable(self._path, error)) from None
 
     def _target(self, name: str) -> str:
-        """Return the target of a link."""
         above = self._folders[-1]
         status = os.stat(name, dir_fd=above, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode) and status.st_uid in (0, os.geteuid()):
@@ -355,9 +351,6 @@ def folder_lock(
     folder: Path, seconds: float, report: Callable[[str], object] | None = None
 ) -> Iterator[None]:
     """Hold a lock on a folder that is no cache, whoever may open it.
-
-    Args:
-        seconds, report: see `CacheFolder.lock`.
 
     Raises:
         LockedError: another process holds it all the time.
@@ -379,7 +372,6 @@ def held(
 
     Args:
         name: its name in messages.
-        seconds, report: see `CacheFolder.lock`.
 
     Raises:
         LockedError: another process holds it all the time.

@@ -11,19 +11,16 @@ import torch
 from varlen_kernels.reference.every_op import *
 
 # isort: split
-from varlen_kernels.triton.activation import activate, activate_gate
-from varlen_kernels.triton.advance_searches import advance_searches
-from varlen_kernels.triton.append_kv import append_kv
+from varlen_kernels.triton.activation import activate, activate_gate, linear_activate
+from varlen_kernels.triton.append_kv import append_kv, copy_blocks
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.attention_tiles import attention_tiles
 from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
-from varlen_kernels.triton.copy_blocks import copy_blocks
+from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
-from varlen_kernels.triton.follow_beams import follow_beams
 from varlen_kernels.triton.groups import linear_groups
 from varlen_kernels.triton.heads import norm_heads, rotary
-from varlen_kernels.triton.linear_activation import linear_activate
 from varlen_kernels.triton.logit_edits import edit_logits
 from varlen_kernels.triton.norms import (
     add_layer_norm,

@@ -30,12 +30,10 @@ def free_memory() -> int:
 
 
 def _container_limit() -> int | None:
-    """Return the limit of the container; None without a container or a limit."""
     return _number(_CONTAINER / "memory.max")
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -124,11 +124,9 @@ class Function:
     the bits of a double.
 
     Attributes:
-        name: name of its code; code for bf16 has a suffix.
         kinds: the kind of each argument.
         tensors, constants: names of the arguments in memory.
         written: numbers of the tensors that it writes.
-        body: name of its body.
         pack: returns its arguments as they lie in memory, given the numbers of its tensors, then its constants.
         work: returns its work, given the extents of its tensors, and its constants.
     """
@@ -143,7 +141,6 @@ class Function:
         """Declare a function.
 
         Args:
-            name, work, body: see the attributes; the body has this name by default.
             arguments: name:kind of each argument that it reads, name=kind of each tensor that it writes.
         """
         self.name, self.work, self.body = name, work, body or name
@@ -162,7 +159,6 @@ class Function:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """The names of its code."""
         suffixes = SUFFIXES.values() if self._of_model else ("",)
         return tuple(self.name + suffix for suffix in suffixes)
 
@@ -180,7 +176,6 @@ class Function:
         return [i for i in self._read_fp32 if dtypes[i] in _NARROW]
 
     def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> "Call":
-        """Return a call, see there."""
         return Call(self, given, where)
 
 
@@ -196,7 +191,6 @@ class Call:
     """How an op, or a part of it, runs a compiled function.
 
     Attributes:
-        function: the compiled function.
         where: whether it runs, given all arguments; None for always.
         defaults: values of the keys that `bind` reads and that no call changes.
     """
@@ -207,10 +201,8 @@ class Call:
         """Declare a call.
 
         Args:
-            function: the compiled function.
             given: the source of each argument: the name of an argument or a result of the op, or of a field of one; a
                 number; or a function of all arguments. By default the argument of the same name, or nothing.
-            where: see the attributes.
         """
         assert set(given) <= set(function.kinds), f"{function.name} takes no {given}"
         self.function, self.where = function, where
@@ -257,7 +249,6 @@ class Op:
     """An op.
 
     Attributes:
-        name: its name.
         specification: the function of `reference` whose signature and meaning all forms have.
         operands, attributes: names of its positional arguments and of its keyword arguments, without `out`.
         forms: "cpu" and "fused" where these devices have a form of their own; others run the specification.
@@ -283,7 +274,6 @@ class Op:
         """Declare an op.
 
         Args:
-            specification, forms, calls, name, in_place, results, runs, check: see the attributes.
             result: shape and dtype of each result, given all arguments; None if it has none, or says so itself.
         """
         self.specification, self.name = specification, name or specification.__name__
@@ -331,11 +321,7 @@ class Op:
             raise TypeError(f"{self.name} has {', '.join(sorted(unknown))}; allowed: {allowed}")
 
     def bound(self, arguments: dict[str, Any]) -> list[Bound]:
-        """Return the compiled functions with their arguments; none if it has none.
-
-        Args:
-            arguments: the result of `named`, and the results of the op.
-        """
+        """Return the compiled functions with their arguments; none if it has none."""
         return [
             call.bind(arguments)
             for call in self.calls

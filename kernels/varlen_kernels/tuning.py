@@ -47,7 +47,6 @@ def pick(op: str, key: Key, candidate_launches: CandidateLaunches) -> Launch:
     A tuned launch that is no longer a candidate was measured on an older kernel, so it is ignored.
 
     Args:
-        op: the launcher's name.
         key: the values that the launch may depend on.
         candidate_launches: returns the launches that are correct for the key; the first is the default.
     """
@@ -125,7 +124,6 @@ def capability_text(capability: tuple[int, int]) -> str:
 
 
 def _current_gpu() -> int:
-    """Return the number of the current GPU; 0 before CUDA is initialized."""
     is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_device() if is_initialized else 0
 

@@ -15,11 +15,7 @@ HUGE, SCALE_OF_HUGE = 2.0**50, 2.0**-80
 
 
 def add(x: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x + residual, `[rows, features]`.
-
-    Args:
-        x, residual: `[rows, features]`, of one dtype.
-    """
+    """Return x + residual, `[rows, features]`."""
     return torch.add(x, residual, out=out)
 
 
@@ -38,11 +34,7 @@ def add_scaled(
 
 
 def concat(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the features of both for each row, `[rows, left + right]`.
-
-    Args:
-        left, right: `[rows, features]`, of one dtype.
-    """
+    """Return the features of both for each row, `[rows, left + right]`."""
     return torch.cat((left, right), dim=1, out=out)
 
 

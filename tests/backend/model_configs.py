@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 from varlen.models.checkpoint.labels import NO_LABELS
-from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.vector_layers import SpladeConfig
 from varlen.server.config import tensor_entry, tensors_of
 
 

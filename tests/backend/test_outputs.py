@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen.cache.answer_store import answer_key
+from varlen.cache.response_cache import answer_key
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint.labels import Labels

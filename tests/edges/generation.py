@@ -140,7 +140,7 @@ EDGES = (
     _edge(
         "a forced choice of tools is refused",
         {**_MESSAGES, "tools": _TOOLS, "tool_choice": "required"},
-        Refused(400, ("tool_choice", "tools are not served")),
+        Refused(400, ("tool_choice", "reads no tools")),
         f"{_OPENAI}, chat: required calls a tool",
     ),
     _edge(

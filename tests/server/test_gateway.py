@@ -2,16 +2,19 @@
 
 import asyncio
 import base64
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -35,7 +38,15 @@ GREEDY = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 EMBEDDER = "slow"
 TEXTS = ["word3", "word5 word7", "word9 word2 word4"]
 CONCURRENT = 200
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ tone }}"
+CHAT_TEMPLATE = """{% for message in messages %}{{ message.content }} \
+{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\
+{% endfor %}{{ tone }}{% if tools %}{{ tools | tojson }}{% endif %}"""
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 # Defaults of vLLM, which ask for nothing.
 VLLM_DEFAULTS = {
     "detokenize": True,
@@ -140,6 +151,43 @@ def is_healthy(url: str) -> bool:
         return httpx2.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def batch(gateway: RunningGateway, file: Path, output: Path) -> subprocess.Popen[bytes]:
+    """Start `varlen batch`, two requests at a time."""
+    command = [sys.executable, "-m", "varlen_client.cli.main", "batch", file, "--output", output]
+    command += ["--url", gateway.server.grpc_url, "--concurrency", "2"]
+    return subprocess.Popen(list(map(str, command)))
+
+
+def test_a_killed_batch_job_goes_on_and_answers_each_request_once(gateway, tmp_path):
+    bodies = {
+        f"r{number}": ("/v1/embeddings", {"model": EMBEDDER, "input": TEXTS[number % 3]})
+        for number in range(12)
+    }
+    bodies["told"] = ("/v1/completions", {"model": "writer", "prompt": "hello", "max_tokens": 4})
+    lines = (
+        {"custom_id": name, "method": "POST", "url": path, "body": body}
+        for name, (path, body) in bodies.items()
+    )
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    output = tmp_path / "out.jsonl"
+
+    job = batch(gateway, tmp_path / "in.jsonl", output)
+    wait_until(lambda: output.exists() and output.stat().st_size > 0, "an answer is written")
+    job.kill()
+    job.wait(TIMEOUT_SECONDS)
+    assert batch(gateway, tmp_path / "in.jsonl", output).wait(TIMEOUT_SECONDS) == 0
+
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(each["custom_id"] for each in found) == sorted(bodies)
+    for each in found:
+        response, (path, body) = each["response"], bodies[each["custom_id"]]
+        assert response["status_code"] == 200
+        if path == "/v1/embeddings":
+            vectors = [post(gateway, path, **body), response["body"]]
+            one, other = (np.array(each["data"][0]["embedding"]) for each in vectors)
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
 def openai_client(gateway: RunningGateway) -> openai.AsyncOpenAI:
@@ -417,6 +465,42 @@ def test_a_chat_sets_variables_of_its_template(gateway):
         options = {"max_tokens": 12, "temperature": 0.0}
         assert with_tone == client.generate("hello kind", **options).text
         assert without == client.generate("hello ", **options).text
+
+
+def test_a_tool_is_called(gateway):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    options: dict[str, Any] = {
+        "model": "writer",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 400,
+        "temperature": 0.0,
+    }
+
+    async def answers() -> tuple[Any, ...]:
+        async with openai_client(gateway) as client:
+            create = client.chat.completions.create
+            forced = await create(tools=tools, tool_choice="required", **options)
+            async with client.chat.completions.stream(
+                tools=tools, tool_choice="required", **options
+            ) as events:
+                streamed = await events.get_final_completion()
+            return forced, streamed
+
+    forced, streamed = asyncio.run(answers())
+
+    arguments = []
+    for answer in (forced, streamed):
+        [call] = answer.choices[0].message.tool_calls
+        assert (call.function.name, answer.choices[0].finish_reason) == ("weather", "tool_calls")
+        arguments.append(call.function.arguments)
+    assert arguments[0] == arguments[1]
+    jsonschema.validate(json.loads(arguments[0]), WEATHER)
+    # the model sees the tool
+    function = {"name": "weather", "description": "", "parameters": WEATHER}
+    shown = json.dumps([{"type": "function", "function": function}])
+    with Client(gateway.server.grpc_url, "writer") as client:
+        expected = len(client.tokenize([f"hello {shown}"])[0].token_ids)
+    assert forced.usage.prompt_tokens == expected
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -20,7 +20,7 @@ from varlen_tools.adopt import adoption, view
 from varlen_tools.adopt.adoption import find_checkpoint
 from varlen_tools.adopt.existing import Existing, Tensor, read_existing, read_tokenizer
 from varlen_tools.adopt.load import Measured
-from varlen_tools.adopt.side import ModelSide, existing_side, our_side, weights_dtype
+from varlen_tools.adopt.view import ModelSide, existing_side, our_side, weights_dtype
 from varlen_tools.adopt.wish import AdoptError
 
 

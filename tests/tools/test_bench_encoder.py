@@ -19,6 +19,7 @@ from varlen_bench.encoder import (
     EncoderSubject,
     app,
     grid_workloads,
+    rerank_workload,
     short_workload,
     uniform_workload,
 )
@@ -153,7 +154,7 @@ def test_a_fixed_batch_is_not_calibrated():
     assert made.sizes["uniform"] == 20
 
 
-def test_bench_figures_compare_only_systems_of_equal_quality():
+def test_bench_figures_compare_only_systems_of_one_precision():
     figures = EncoderSubject().figures(
         [
             result("varlen-fp32", [600.0, 660.0]),
@@ -162,20 +163,40 @@ def test_bench_figures_compare_only_systems_of_equal_quality():
             result(BASELINE, [100.0, 110.0]),
             result("onnxruntime-fp32-sorted", [300.0, 330.0]),
             result("ctranslate2-int8-sorted", [800.0, 800.0], cosine=0.99),
+            result("onnxruntime-int8-blocks-sorted", [400.0, 400.0], cosine=0.999),
             result("ctranslate2-fp32-sorted", [], note="did not run: not installed"),
         ]
     )
 
-    assert figures["ours"] == "varlen-fp32"
-    assert figures["best_peer"] == "onnxruntime-fp32-sorted"
-    assert figures["vs_best_peer"] == 2.0
-    assert figures["vs_transformers_fifo_fp32"] == 6.0
-    assert figures["vs_transformers_best"] == 6.0
-    assert figures["cosine"] == 1.0
-    assert figures["fp32_vs_fp32_peer"] == 2.0
-    assert figures["int8_vs_int8_peer"] == 1.5
+    assert figures["fp32_vs_fifo"] == 6.0
+    assert (figures["fp32_vs_peer"], figures["fp32_peer"]) == (2.0, "onnxruntime-fp32-sorted")
+    assert (figures["fp32_cosine"], figures["fp32_peer_cosine"]) == (1.0, 1.0)
+    # no peer ran in bf16
+    assert (figures["bf16_vs_peer"], figures["bf16_peer"]) == (None, None)
+    assert figures["bf16_cosine"] == 0.9
+    assert (figures["int8_vs_peer"], figures["int8_peer"]) == (1.5, "ctranslate2-int8-sorted")
     assert (figures["int8_cosine"], figures["int8_peer_cosine"]) == (0.995, 0.99)
-    assert figures["short_vs_best_peer"] is None
+    assert figures["short_fp32_vs_peer"] is None
+
+
+def test_int8_in_blocks_is_compared_with_int8():
+    figures = EncoderSubject().figures(
+        [
+            result("varlen-int8", [1200.0], workload="rerank"),
+            result("onnxruntime-int8-blocks-sorted", [400.0], workload="rerank"),
+        ]
+    )
+
+    assert figures["rerank_int8_vs_peer"] == 3.0
+    assert figures["rerank_int8_peer"] == "onnxruntime-int8-blocks-sorted"
+
+
+def test_pairs_are_60_to_250_tokens_or_the_limit(checkpoint):
+    pairs = rerank_workload(checkpoint, 20)
+
+    # the tiny model has no more positions
+    assert {len(sequence) for sequence in pairs.sequences} == {POSITIONS}
+    assert pairs == rerank_workload(checkpoint, 20)
 
 
 def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
@@ -274,22 +295,22 @@ def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_
 
     monkeypatch.setattr(encoder, "exported", export)
     output = tmp_path / "encoder.csv"
-    arguments = ["--model", str(checkpoint), "--rounds", "2", "--sequences", "6", "--queries", "6"]
+    arguments = ["--model", str(checkpoint), "--rounds", "2"]
+    arguments += ["--sequences", "6", "--queries", "6", "--pairs", "6"]
     arguments += ["--only", f"varlen-fp32,{BASELINE},onnxruntime-int8-sorted", "--threads", "1"]
 
     done = CliRunner().invoke(app, [*arguments, "--output", str(output)])
 
     assert done.exit_code == 0, done.output
     last = done.output.strip().splitlines()[-1]
-    assert last.startswith("BENCH encoder: vs_transformers_fifo_fp32=")
+    assert last.startswith("BENCH encoder: fp32_vs_fifo=")
     keys = dict(word.split("=", 1) for word in last.split()[2:])
-    assert keys["ours"] == "varlen-fp32"
-    assert keys["best_peer"] == BASELINE
-    assert float(keys["cosine"]) > 0.99999
+    assert keys["fp32_peer"] == keys["rerank_fp32_peer"] == BASELINE
+    assert float(keys["fp32_cosine"]) > 0.99999
     rows = read_csv(output)
     assert list(rows[0]) == committed_columns("encoder")
-    assert len(rows) == 6
-    assert {row["note"] for row in rows[4:]} == {"did not run: export failed"}
-    assert all(float(row["tokens_per_second"]) > 0 for row in rows[:4])
-    assert all(float(row["peak_rss_mib"]) > 10 for row in rows[:4])
+    assert len(rows) == 9
+    assert {row["note"] for row in rows[6:]} == {"did not run: export failed"}
+    assert all(float(row["tokens_per_second"]) > 0 for row in rows[:6])
+    assert all(float(row["peak_rss_mib"]) > 10 for row in rows[:6])
     assert str(tmp_path) not in output.read_text()

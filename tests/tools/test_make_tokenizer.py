@@ -13,8 +13,8 @@ from varlen import Encoder
 from varlen_tools import make_tokenizer as module
 from varlen_tools.fetch import FetchError, fetch
 from varlen_tools.make_tokenizer import make_tokenizer
-from varlen_tools.marian_tokenizer import ConversionError
 from varlen_tools.sample_texts import TEXTS
+from varlen_tools.sentencepiece_model import ConversionError
 
 # Words that tokenizers are trained on, and more that they have not seen.
 CORPUS = [

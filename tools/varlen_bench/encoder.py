@@ -25,7 +25,7 @@ from varlen_bench.compare.results import Result, fastest, result_of, speed_ratio
 from varlen_bench.compare.subject import SystemsSubject, command
 from varlen_bench.compare.systems import REFERENCE, BatchUnit, System, by_name
 from varlen_bench.compare.turns import measure_in_turns, running, start_system
-from varlen_bench.harness.accuracy import EQUAL_QUALITY, Vectors, cosines
+from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.machine import has_native_bf16
 from varlen_bench.harness.rows import Cell
@@ -73,6 +73,7 @@ SYSTEMS = by_name(
 
 _UNIFORM_SHORTEST, _UNIFORM_LONGEST = 5, 500
 _QUERY_SHORTEST, _QUERY_LONGEST = 3, 30
+_PAIR_SHORTEST, _PAIR_LONGEST = 60, 250
 # Batches of equal sequences, as in the evaluation of TurboTransformers (arXiv:2010.05680).
 GRID_BATCHES, _GRID_TOKENS = (1, 20), (10, 100, 200, 500)
 # Tokens of a measured pass at least.
@@ -85,7 +86,9 @@ _QUERIES: dict[str, list[str]] = json.loads(
 # Emulated bf16 embeds every eighth sequence by length.
 _EMULATED_STEP = 8
 
-_KEY_PREFIXES = {"uniform": "", "short": "short_"}
+_KEY_PREFIXES = {"uniform": "", "short": "short_", "rerank": "rerank_"}
+# Beginnings of the precisions that are compared: int8 in blocks is int8.
+_CLASSES = ("fp32", "bf16", "int8")
 _SPEEDS = ("tokens_per_second", "tokens_per_second_p20", "tokens_per_second_p80")
 _FIGURES = (
     *_SPEEDS,
@@ -135,6 +138,9 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
     ] = _MINILM
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of 5-500 tokens.")] = 96
     queries: Annotated[int, typer.Option(min=1, help="Short queries.")] = 512
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Sequences of 60-250 tokens, as a request to a reranker has.")
+    ] = 100
     grid: Annotated[
         bool,
         typer.Option("--grid", help="Only batches of 1 and 20 equal sequences, of 10-500 tokens."),
@@ -154,14 +160,18 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
         if self.quick:
             self.rounds = min(self.rounds, 2)
             self.sequences, self.queries = min(self.sequences, 24), min(self.queries, 96)
+            self.pairs = min(self.pairs, 12)
         if str(self.model) in RANDOM_ENCODERS:
             self.model = random_encoder(str(self.model), tokenizer=_MINILM)
         self.pooling = _pooling(self.model)
         if self.grid:
             self.workloads = grid_workloads(self.model, self.seed)
             return
-        uniform = uniform_workload(self.model, self.sequences, self.seed)
-        self.workloads = [uniform, short_workload(self.model, self.queries, self.seed)]
+        self.workloads = [
+            uniform_workload(self.model, self.sequences, self.seed),
+            short_workload(self.model, self.queries, self.seed),
+            rerank_workload(self.model, self.pairs, self.seed),
+        ]
         if self.quick:
             self.workloads = [each.with_fewer_sizes() for each in self.workloads]
 
@@ -252,20 +262,26 @@ def _figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
     figures: dict[str, Cell] = {}
     for workload, prefix in _KEY_PREFIXES.items():
         here = [result for result in results if result.workload == workload]
-        ours = _fastest(result for result in here if result.system.is_ours)
-        peer = _fastest(result for result in here if not result.system.is_ours)
-        transformers = _fastest(r for r in here if r.system.engine == "transformers")
-        figures |= {
-            f"{prefix}vs_transformers_fifo_fp32": speed_ratio(ours, result_of(here, BASELINE)),
-            f"{prefix}vs_best_peer": speed_ratio(ours, peer),
-            f"{prefix}best_peer": peer.system.name if peer else None,
-            f"{prefix}cosine": round(ours.cosine_mean, 6) if ours else None,
-            f"{prefix}ours": ours.system.name if ours else None,
-            f"{prefix}vs_transformers_best": speed_ratio(ours, transformers),
-            f"{prefix}tokens_per_second": round(_speed(ours)) if ours else None,
-            **_by_precision(here, prefix),
-        }
+        ours, baseline = result_of(here, "varlen-fp32"), result_of(here, BASELINE)
+        figures[f"{prefix}fp32_vs_fifo"] = speed_ratio(ours, baseline)
+        for precision in _CLASSES:
+            figures |= _against_peers(here, precision, f"{prefix}{precision}_")
     return figures
+
+
+def _against_peers(
+    results: Sequence[EncoderResult], precision: str, prefix: str
+) -> dict[str, Cell]:
+    """Return the keys of one precision: ours beside the fastest peer, whatever its quality."""
+    ran = [each for each in results if each.system.precision.startswith(precision) and each.rounds]
+    ours = fastest(result for result in ran if result.system.is_ours)
+    peer = fastest(result for result in ran if not result.system.is_ours)
+    return {
+        f"{prefix}vs_peer": speed_ratio(ours, peer),
+        f"{prefix}peer": peer.system.name if peer else None,
+        f"{prefix}cosine": round(ours.cosine_mean, 6) if ours else None,
+        f"{prefix}peer_cosine": round(peer.cosine_mean, 6) if peer else None,
+    }
 
 
 def _grid_figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
@@ -295,24 +311,6 @@ def _grid_ratio(results: Sequence[EncoderResult], size: int, engine: str) -> flo
         ratios.append(speed_ratio(ours, peer))
     found = [ratio for ratio in ratios if ratio is not None]
     return round(statistics.geometric_mean(found), 4) if found else None
-
-
-def _by_precision(results: Sequence[EncoderResult], prefix: str) -> dict[str, Cell]:
-    """Return ours over the fastest peer of one precision, whatever its quality, and both cosines."""
-    figures: dict[str, Cell] = {}
-    for precision in ("fp32", "int8"):
-        ran = [each for each in results if each.system.precision == precision and each.rounds]
-        ours = next((result for result in ran if result.system.is_ours), None)
-        peer = fastest(result for result in ran if not result.system.is_ours)
-        figures[f"{prefix}{precision}_vs_{precision}_peer"] = speed_ratio(ours, peer)
-    figures[f"{prefix}int8_cosine"] = round(ours.cosine_mean, 6) if ours else None
-    figures[f"{prefix}int8_peer_cosine"] = round(peer.cosine_mean, 6) if peer else None
-    return figures
-
-
-def _fastest(results: Iterable[EncoderResult]) -> EncoderResult | None:
-    """Return the fastest result of equal quality; a mean of NaN is none."""
-    return fastest(result for result in results if result.cosine_mean >= EQUAL_QUALITY)
 
 
 def _speed(result: EncoderResult) -> float:
@@ -379,6 +377,16 @@ def short_workload(model: Path, count: int, seed: int = 0) -> Workload:
         if _QUERY_SHORTEST <= len(ids) <= longest:
             sequences.append(ids)
     return Workload("short", sequences, (1, 4, 8, 16, 32, 64), (256, 512, 1024, 2048, 4096))
+
+
+def rerank_workload(model: Path, count: int, seed: int = 0) -> Workload:
+    """Return sequences of random words, 60-250 tokens or the model's limit."""
+    draw = random.Random(seed)
+    make = _maker(model, draw)
+    limit = Checkpoint.open(model).position_limit
+    shortest, longest = min(_PAIR_SHORTEST, limit), min(_PAIR_LONGEST, limit)
+    sequences = [make(draw.randint(shortest, longest)) for _ in range(count)]
+    return Workload("rerank", sequences, (1, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192))
 
 
 def _maker(model: Path, draw: random.Random) -> Callable[[int], list[int]]:

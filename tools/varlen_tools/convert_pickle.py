@@ -22,7 +22,7 @@ from torch import Tensor
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import read_object
 from varlen.models.checkpoint.files import has_file, locate
-from varlen.models.checkpoint.m3_heads import SPARSE, VECTORS
+from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
 from varlen_client.cli.progress import show_stage
 from varlen_tools.messages import first_line
@@ -61,7 +61,6 @@ def convert(folder: Path, into: Path | None = None) -> list[Path]:
 
 
 def _convert_weights(folder: Path, into: Path) -> list[Path]:
-    """Write the weights of the model; see `convert`."""
     if has_file(folder, _PICKLE_INDEX):
         weight_map, index = _read_index(folder)
         targets = _shard_names(weight_map)
@@ -171,7 +170,6 @@ def _convert_file(source: Path, target: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickle by name."""
     try:
         is_zip = _check_archive(path)
         # storages of an archive stay in the file until they are copied

@@ -44,9 +44,9 @@ from varlen.models.checkpoint.lora_folder import FOLDER as ADAPTERS
 from varlen.models.checkpoint.lora_folder import NAME as ADAPTER_NAME
 from varlen.models.checkpoint.lora_folder import WEIGHTS as ADAPTER_WEIGHTS
 from varlen.models.checkpoint.lora_folder import read_lora_folder
-from varlen.models.checkpoint.m3_heads import SPARSE, VECTORS
 from varlen.models.checkpoint.router import folders_of_routes
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
+from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
@@ -63,12 +63,12 @@ from varlen_tools.gliner_files import (
 )
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
-from varlen_tools.marian_tokenizer import ConversionError
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
+from varlen_tools.sentencepiece_model import ConversionError
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
@@ -270,7 +270,6 @@ def is_hub_name(source: str) -> bool:
 
 
 def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
-    """Return `max_batch_size` and the settings of the engine."""
     engine = dict(settings)
     with _refusing(ConfigError):
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
@@ -602,7 +601,6 @@ def _convert_pickles(folder: Path, into: Path) -> None:
 
 
 def _copy(source: Path, path: Path, into: Path) -> None:
-    """Copy a file of a checkpoint folder; raises CheckpointError as `locate`."""
     name = path.relative_to(source)
     (into / name).parent.mkdir(exist_ok=True)
     shutil.copyfile(locate(source, str(name)), into / name)

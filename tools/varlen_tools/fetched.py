@@ -48,7 +48,6 @@ class FetchedModel:
 
     @property
     def name(self) -> str:
-        """Name of the model."""
         return self.folder.name
 
 

@@ -48,7 +48,6 @@ class Findings:
         vectors: the steps after the last hidden states that make an embedding, or the vectors of tokens.
         roles: limits of queries and of documents, of a model with a vector for each token.
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
-        labels: labels of the classifier, none without one.
         max_sequence_tokens: longest sequence by default.
         position_limit: longest sequence that it has positions for.
         weight_dtypes: share of the parameters by dtype, in safetensors' words.

@@ -14,11 +14,17 @@ from tokenizers import Tokenizer
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file
-from varlen_tools.deberta_tokenizer import MODEL, convert_deberta, has_deberta_files
-from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
 from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
-from varlen_tools.sentencepiece_model import SentencePieceError
+from varlen_tools.sentencepiece_model import (
+    MODEL,
+    ConversionError,
+    SentencePieceError,
+    convert_deberta,
+    convert_marian,
+    has_deberta_files,
+    has_marian_files,
+)
 
 # Names of SentencePiece models.
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", MODEL, "tokenizer.model")

@@ -92,7 +92,6 @@ def _parameters(folder: Path) -> dict[str, str]:
 
 
 def _latest_version(folder: Path) -> Path:
-    """Return the version that the server loads by default."""
     versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
     if not versions:
         raise CheckpointError(f"{folder} has no version: a folder whose name is a number")

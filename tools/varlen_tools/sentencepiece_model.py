@@ -1,16 +1,35 @@
-"""Reads a SentencePiece model file: its pieces, and how it normalizes text.
+"""Makes tokenizer.json of SentencePiece models: of Marian, and of DeBERTa versions 2 and 3.
 
-The file is one message in protobuf's wire format; only the fields that matter are read.
-Source: sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
+A model file is one message in protobuf's wire format; only the fields that matter are read.
+
+OPUS-MT checkpoints (source.spm and vocab.json) split sources by one model and targets by another, over one vocabulary.
+A source is split by source.spm; a piece that only targets have stands for a character that source.spm does not know.
+
+Tokenizers of DeBERTa have the rules of normalization in spm.model, with which the checkpoints were trained.
+transformers 4 read them, and 5.23 leaves them out.
+Source: `DebertaV2Converter` of transformers; sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
 """
 
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.files import read_bytes
+from varlen.models.checkpoint.config_file import read_flag, read_json, read_optional_object
+from varlen.models.checkpoint.files import TOKENIZER, has_file, read_bytes
 
 # Types of a piece, and the type of a model; numbers of the file format.
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED = 1, 2, 3, 4, 5
@@ -30,7 +49,6 @@ class Piece:
     """A piece of a model.
 
     Attributes:
-        score: log probability.
         kind: its type, such as `NORMAL`.
     """
 
@@ -44,7 +62,6 @@ class UnigramModel:
     """A unigram model.
 
     Attributes:
-        pieces: all pieces, in the order of their ids.
         charsmap: compiled rules that normalize characters; empty without rules.
         splits_words: whether no piece spans a space.
     """
@@ -143,3 +160,153 @@ def _last_int(fields: list[tuple[int, int | bytes]], number: int, default: int) 
 def _last_bytes(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
     values = [each for field, each in fields if field == number and isinstance(each, bytes)]
     return values[-1] if values else b""
+
+
+_EOS, _UNKNOWN_TEXT, _PAD = "</s>", "<unk>", "<pad>"
+
+# Scores far below the scores of pieces of sources: of a character that only targets have, and of a longer piece.
+_TARGET_CHARACTER, _TARGET_PIECE = -1e4, -1e7
+
+
+class ConversionError(Exception):
+    """The files cannot be converted; the message says why."""
+
+
+def has_marian_files(folder: Path) -> bool:
+    """Return whether a checkpoint folder has Marian's files, and no tokenizer.json."""
+    return has_file(folder, "source.spm") and not has_file(folder, TOKENIZER)
+
+
+def convert_marian(folder: Path) -> Tokenizer:
+    """Return the tokenizer of sources, which also decodes targets.
+
+    Args:
+        folder: checkpoint with source.spm and vocab.json.
+
+    Raises:
+        ConversionError: a file is missing, or they do not fit each other.
+        SentencePieceError: source.spm cannot be converted.
+    """
+    vocabulary = _read_vocabulary(folder)
+    model = read_unigram_model(folder / "source.spm")
+    missing = model.scores.keys() - vocabulary.keys()
+    if missing:
+        raise ConversionError(
+            f"vocab.json lacks {len(missing)} pieces of source.spm, such as {min(missing)!r}"
+        )
+    tokenizer = Tokenizer(
+        models.Unigram(_scored(vocabulary, model), vocabulary[_UNKNOWN_TEXT], False)
+    )
+    rules = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*rules, normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=model.splits_words)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {_EOS}", pair=f"$A $B {_EOS}", special_tokens=[(_EOS, vocabulary[_EOS])]
+    )
+    # the language of the target, before a source of models with several
+    languages = [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
+    tokenizer.add_special_tokens(
+        [
+            *(
+                AddedToken(token, normalized=False, special=True)
+                for token in (_EOS, _UNKNOWN_TEXT, _PAD)
+            ),
+            *(AddedToken(token, normalized=False, special=True) for token in languages),
+        ]
+    )
+    return tokenizer
+
+
+def _read_vocabulary(folder: Path) -> Mapping[str, int]:
+    try:
+        content: Any = read_json(folder, "vocab.json")
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
+    if not isinstance(content, dict) or sorted(content.values()) != list(range(len(content))):
+        raise ConversionError("vocab.json does not give ids from 0 to tokens")
+    absent = [token for token in (_EOS, _UNKNOWN_TEXT, _PAD) if token not in content]
+    if absent:
+        raise ConversionError(f"vocab.json has no token {absent[0]}")
+    if (folder / "target_vocab.json").is_file():
+        raise ConversionError("there is a target_vocab.json; two vocabularies are not converted")
+    return content
+
+
+def _scored(vocabulary: Mapping[str, int], model: UnigramModel) -> list[tuple[str, float]]:
+    """Return each token and its score, in the order of ids."""
+    scores = model.scores
+
+    def score(token: str) -> float:
+        if token in scores:
+            return scores[token]
+        return _TARGET_CHARACTER if len(token) == 1 else _TARGET_PIECE
+
+    return [(token, score(token)) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
+
+
+MODEL = "spm.model"
+# Special tokens; the mask is none of the model's pieces.
+_FIRST, _LAST, _MASK = "[CLS]", "[SEP]", "[MASK]"
+_CONFIG = "tokenizer_config.json"
+
+
+def has_deberta_files(folder: Path) -> bool:
+    """Return whether a folder has a SentencePiece model of DeBERTa."""
+    if not has_file(folder, MODEL):
+        return False
+    kind = read_optional_object(folder, "config.json").get("model_type")
+    name = read_optional_object(folder, _CONFIG).get("tokenizer_class")
+    return kind == "deberta-v2" or name in ("DebertaV2Tokenizer", "DebertaV2TokenizerFast")
+
+
+def convert_deberta(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder with spm.model.
+
+    Raises:
+        ConversionError: the model has no special tokens.
+        CheckpointError: tokenizer_config.json is damaged.
+        SentencePieceError: spm.model is damaged, or a model of another kind.
+    """
+    model = read_unigram_model(folder / MODEL, (NORMAL, UNKNOWN, CONTROL, USER))
+    ids = {each.text: number for number, each in enumerate(model.pieces)}
+    unknown = next((ids[each.text] for each in model.pieces if each.kind == UNKNOWN), None)
+    if unknown is None or not {_FIRST, _LAST} <= ids.keys():
+        raise ConversionError(f"{MODEL} lacks {_FIRST}, {_LAST} or the piece of unknown characters")
+    config = read_optional_object(folder, _CONFIG)
+    lowercase, splits_marks = (
+        read_flag(config, name, default=False, name=_CONFIG)
+        for name in ("do_lower_case", "split_by_punct")
+    )
+    pieces = [(each.text, each.score) for each in model.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, False))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *([normalizers.Lowercase()] if lowercase else []),
+            normalizers.Strip(),
+            *([normalizers.Precompiled(model.charsmap)] if model.charsmap else []),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *([pre_tokenizers.Punctuation("isolated")] if splits_marks else []),
+            pre_tokenizers.Metaspace(split=model.splits_words),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_FIRST}:0 $A:0 {_LAST}:0",
+        pair=f"{_FIRST}:0 $A:0 {_LAST}:0 $B:1 {_LAST}:1",
+        special_tokens=[(token, ids[token]) for token in (_FIRST, _LAST)],
+    )
+    special = [each.text for each in model.pieces if each.kind in (CONTROL, UNKNOWN)]
+    names = dict.fromkeys((*special, _FIRST, _LAST, _MASK))
+    tokenizer.add_special_tokens(
+        [AddedToken(each, normalized=False, special=True) for each in names]
+    )
+    users = [each.text for each in model.pieces if each.kind == USER]
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in users])
+    return tokenizer

@@ -66,7 +66,6 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """The wheel as a pip requirement."""
         return f"{self.project}=={self.version}"
 
 

@@ -3,7 +3,8 @@
 The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
 of everything that tells the outputs of one engine apart: all parts of a prompt, and `normalize`. Task, model and
 version are the same for all outputs of an engine, and each engine has its own cache. The key has the `cache_salt` of
-the request too: requests with different salts share no answer.
+the request too: requests with different salts share no answer. The least recently used answers make room for new ones,
+and old answers are forgotten.
 
 Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it.
 Joining never makes a request wait longer or fail for another one's reasons:
@@ -21,19 +22,283 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+import struct
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count
 from threading import Lock
 from typing import TypeAlias, cast
 
 import numpy as np
 
-from varlen.cache.answer_store import AnswerStore, CachedAnswer, answer_key
-from varlen.cache.flights import Flight, Flights, JoinLimits, Pending, Rows
 from varlen.errors import EngineError, VarlenError
-from varlen.request.request import Float32Array, Output, Reply, Request
+from varlen.request.request import Float32Array, Output, Prompt, Reply, Request, RequestOptions
+
+# Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
+ENTRY_BYTES = 512
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAnswer:
+    """The output of one prompt, as immutable bytes."""
+
+    values: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: Float32Array) -> CachedAnswer:
+        """Return a copy of one row."""
+        assert row.dtype == np.float32
+        # rows may be views of a whole batch
+        return cls(row.tobytes(), row.shape)
+
+    @property
+    def size(self) -> int:
+        return len(self.values) + ENTRY_BYTES
+
+    def array(self) -> Float32Array:
+        """Return a read-only array that cannot be made writable."""
+        return np.ndarray(self.shape, dtype=np.float32, buffer=self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    answer: CachedAnswer
+    since: float
+
+
+class AnswerStore:
+    """Answers by key. Not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float], *, max_bytes: int, max_seconds: float) -> None:
+        """Make an empty store.
+
+        Args:
+            max_bytes: largest size of all entries, keys and bookkeeping included.
+            max_seconds: largest age of an answer.
+        """
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        # least recently used first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self.held_bytes = 0
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: bytes) -> CachedAnswer | None:
+        """Return the answer for a key, unless it is too old."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if self._clock() - entry.since > self._max_seconds:
+            self._drop(key)
+            self.evictions += 1
+            return None
+        self._entries.move_to_end(key)
+        return entry.answer
+
+    def put(self, key: bytes, answer: CachedAnswer) -> None:
+        """Store an answer; evict the least recently used ones."""
+        if answer.size > self._max_bytes:
+            return
+        if key in self._entries:
+            self._drop(key)
+        while self.held_bytes + answer.size > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+            self.evictions += 1
+        self._entries[key] = _Entry(answer, self._clock())
+        self.held_bytes += answer.size
+
+    def _drop(self, key: bytes) -> None:
+        self.held_bytes -= self._entries.pop(key).answer.size
+
+
+def answer_key(prompt: Prompt, options: RequestOptions) -> bytes:
+    """Return a digest of everything that decides the answer to a prompt, with the salt."""
+    ids, types = prompt.token_ids, prompt.type_ids
+    # no types are types of zero
+    if types is not None and not types.any():
+        types = None
+    payload = prompt.payload
+    # lengths first, so that nothing runs into what follows it
+    digest = blake2b(
+        struct.pack(
+            "<Q??Qq",
+            len(ids),
+            options.normalize,
+            types is not None,
+            payload.count or 0,
+            -1 if payload.tokens is None else len(payload.tokens),
+        ),
+        digest_size=_KEY_BYTES,
+    )
+    for numbers in (ids, types, payload.tokens):
+        if numbers is not None:
+            digest.update(numbers.astype(np.int32, copy=False).tobytes())
+    digest.update(",".join(options.outputs).encode())
+    # JSON may hold half a surrogate pair
+    digest.update(options.cache_scope.encode(errors="surrogatepass"))
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLimits:
+    """Limits of requests that wait for the output of another request's prompt.
+
+    Attributes:
+        max_flight_tokens: largest request of several sequences that others may join, in tokens; a larger one takes
+            several batches, and a request that needs one row of it should not wait for all.
+        max_requests, max_tokens: limits of all requests that wait like this, which no queue counts; beyond them a
+            request runs by itself.
+    """
+
+    max_flight_tokens: int
+    max_requests: int
+    max_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request and the available part of its answer.
+
+    Attributes:
+        deadline: time on the cache's clock; infinity if there is none.
+        rows: the answer so far.
+        missing: number of rows without an answer.
+        joined: flights of others that it waits for, with the key.
+        is_counted: whether it counts as a request that waits for others.
+        is_cancelled: whether its client has cancelled; stays true.
+    """
+
+    request: Request
+    reply: Reply
+    keys: list[bytes]
+    deadline: float
+    number: int = -1
+    rows: list[Float32Array | None] = field(init=False)
+    missing: int = field(init=False)
+    closed: bool = False
+    joined: list[tuple[Flight, bytes]] = field(default_factory=list)
+    is_counted: bool = False
+    is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.keys)
+        self.rows = [None] * self.missing
+
+    @property
+    def urgency(self) -> tuple[int, float, int]:
+        """Sort key: the most urgent first."""
+        return -self.request.options.priority, self.deadline, self.number
+
+    def put(self, row: int, answer: CachedAnswer) -> None:
+        self.rows[row] = answer.array()
+        self.missing -= 1
+
+
+Rows: TypeAlias = dict[Pending, list[int]]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Prompts of one request in the engine; other requests may join them.
+
+    Attributes:
+        leader: the request whose priority and deadline they have.
+        keys: one per prompt, in the order in which they are sent.
+        waiting: requests and rows that wait for each key; a key leaves with its output.
+    """
+
+    leader: Pending
+    keys: list[bytes] = field(default_factory=list)
+    waiting: dict[bytes, list[tuple[Pending, int]]] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, key: bytes, row: int) -> None:
+        self.keys.append(key)
+        self.waiting[key] = [(self.leader, row)]
+        self.tokens += self.leader.request.prompts[row].num_tokens
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        # the leader is the first that waits for each
+        rows = (waiters[0][1] for waiters in self.waiting.values())
+        return tuple(self.leader.request.prompts[row] for row in rows)
+
+    def pending_requests(self) -> Rows:
+        """Return the requests that still wait, with their rows."""
+        rows: Rows = {}
+        for waiters in self.waiting.values():
+            for pending, row in waiters:
+                if not pending.closed:
+                    rows.setdefault(pending, []).append(row)
+        return rows
+
+
+class Flights:
+    """The flights that requests may join, and the requests that have joined one."""
+
+    def __init__(self, limits: JoinLimits) -> None:
+        self._limits = limits
+        # of several with one key, the latest
+        self._by_key: dict[bytes, Flight] = {}
+        self._followers = 0
+        self._follower_tokens = 0
+
+    def add(self, flight: Flight) -> None:
+        """Let requests join a flight, if it fits one batch."""
+        if len(flight.waiting) == 1 or flight.tokens <= self._limits.max_flight_tokens:
+            self._by_key.update(dict.fromkeys(flight.waiting, flight))
+
+    def join(self, pending: Pending, row: int) -> bool:
+        """Let a row wait for the answer of another request; return whether it does."""
+        key = pending.keys[row]
+        flight = self._by_key.get(key)
+        if flight is None or not self._may_join(pending, flight):
+            return False
+        if not pending.is_counted:
+            pending.is_counted = True
+            self._followers += 1
+            self._follower_tokens += pending.request.num_tokens
+        flight.waiting[key].append((pending, row))
+        pending.joined.append((flight, key))
+        return True
+
+    def discard(self, flight: Flight, keys: Iterable[bytes]) -> None:
+        """Let no more requests wait for these keys of a flight."""
+        for key in keys:
+            if self._by_key.get(key) is flight:
+                del self._by_key[key]
+
+    def leave(self, pending: Pending) -> None:
+        """Remove a request from the flights that it has joined."""
+        for flight, key in pending.joined:
+            # a delivered key is gone
+            waiters = flight.waiting.get(key, [])
+            waiters[:] = [waiter for waiter in waiters if waiter[0] is not pending]
+        pending.joined.clear()
+        if pending.is_counted:
+            pending.is_counted = False
+            self._followers -= 1
+            self._follower_tokens -= pending.request.num_tokens
+
+    def _may_join(self, pending: Pending, flight: Flight) -> bool:
+        leader = flight.leader
+        if (
+            leader.request.options.priority < pending.request.options.priority
+            or leader.deadline > pending.deadline
+            or leader.number > pending.number
+        ):
+            return False
+        tokens = self._follower_tokens + pending.request.num_tokens
+        has_room = self._followers < self._limits.max_requests and tokens <= self._limits.max_tokens
+        return pending.is_counted or has_room
+
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +311,6 @@ class CacheUse:
 
     Attributes:
         held_bytes: size of its entries, keys and bookkeeping included.
-        entries: number of stored answers.
         hits: sequences whose answer was stored.
         joined: sequences that waited for an equal one, of their own request or of another.
         misses: sequences that had to run.
@@ -78,8 +342,6 @@ class ResponseCache:
         Args:
             submit: the engine's method. Called without a lock held, from the threads that call `submit` here and from
                 those that answer flights.
-            joins: limits of requests that wait for others.
-            clock: returns the time in seconds.
             max_bytes: largest size of all entries, keys and bookkeeping included.
             max_seconds: largest age of an answer.
         """
@@ -109,7 +371,6 @@ class ResponseCache:
             raise error
 
     def use(self) -> CacheUse:
-        """Return its contents and counts."""
         with self._lock:
             return CacheUse(
                 self._store.held_bytes,
@@ -180,7 +441,6 @@ class ResponseCache:
         return own if own.waiting else None
 
     def _restart(self, waiting: Rows) -> None:
-        """Restart each of these requests, or fail it if it is refused."""
         # the most urgent first, so that others may join it
         queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
@@ -196,7 +456,6 @@ class ResponseCache:
         return all(_has_cancelled(pending) for pending in pending_requests)
 
     def _deliver(self, flight: Flight, key: bytes, output: Float32Array) -> None:
-        """Store an output, and deliver it to the requests that wait for it."""
         answer = CachedAnswer.of(output)
         done = []
         with self._lock:
@@ -235,7 +494,6 @@ class ResponseCache:
         return flight.pending_requests()
 
     def _close(self, pending: Pending) -> None:
-        """Mark a request as answered, and remove it from its flights."""
         pending.closed = True
         self._flights.leave(pending)
 
@@ -255,7 +513,6 @@ class _FlightReply:
         self.cache._deliver(self.flight, self.flight.keys[row], output)
 
     def finish(self) -> None:
-        """Fail requests without an output; outputs are delivered when they come."""
         if self.flight.waiting:
             self.fail(EngineError("the answer is not complete; the server's log says why"))
 
@@ -264,7 +521,6 @@ class _FlightReply:
 
 
 def _has_cancelled(pending: Pending) -> bool:
-    """Return whether the client has cancelled."""
     try:
         pending.is_cancelled = pending.is_cancelled or pending.reply.is_cancelled()
     except Exception:

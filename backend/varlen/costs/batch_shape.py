@@ -32,7 +32,6 @@ class BatchShape:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> BatchShape:
-        """Return the shape of a batch of sequences of these lengths; at least one."""
         return cls(len(lengths), sum(lengths), sum(n * n for n in lengths), max(lengths))
 
     @property
@@ -55,7 +54,6 @@ class BatchLimits:
     execution: Execution = "packed"
 
     def allow(self, sequences: int, tokens: int, longest: int) -> bool:
-        """Return whether a batch is within the limits."""
         return (
             sequences <= self.max_sequences
             and self.computed_tokens(sequences, tokens, longest) <= self.max_tokens

@@ -48,7 +48,6 @@ class Measurement:
     spread: float = 1.0
 
     def model(self, execution: Execution) -> CostModel:
-        """Return the cost model fitted to these batches."""
         return CostModel(self.batches, execution)
 
     def errors(self, model: CostModel) -> list[float]:
@@ -92,7 +91,6 @@ def measure(
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
         max_length: longest sequence, in tokens; a batch may hold one.
-        clock: returns the time in seconds.
         report: gets a line of progress now and then.
 
     Raises:
@@ -158,7 +156,6 @@ class _Stopwatch:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._began
 
     @property
@@ -172,7 +169,6 @@ class _Stopwatch:
         return deciles[-1] / deciles[0]
 
     def has_time_for(self, seconds: float) -> bool:
-        """Return whether `seconds` are left."""
         return self.elapsed + seconds <= self._allowed
 
     def time(self, lengths: tuple[int, ...]) -> float:

@@ -39,7 +39,6 @@ class MeasuredBatch:
 
     @property
     def shape(self) -> BatchShape:
-        """The shape of the batch."""
         return BatchShape.of(self.lengths)
 
 
@@ -53,7 +52,6 @@ class CostModel:
         """Fit the model by least squares of the relative error.
 
         Args:
-            batches: measured batches, at least one.
             execution: whether batches pay for padding.
 
         Raises:
@@ -99,7 +97,6 @@ class CostModel:
         return float(self._coefficients[0])
 
     def seconds(self, shape: BatchShape) -> float:
-        """Return the predicted seconds of one batch."""
         terms = self._terms(*_arrays(shape))
         return max(self._floor, float(self._coefficients @ np.array(terms)[:, 0]))
 

@@ -54,7 +54,6 @@ class StoredCosts:
 
     @classmethod
     def now(cls, key: CostKey, allowed_seconds: float, measurement: Measurement) -> StoredCosts:
-        """Return costs that have just been measured."""
         return cls(key, datetime.now(timezone.utc), allowed_seconds, measurement)
 
 
@@ -69,7 +68,6 @@ class CostStore:
         self._folder = None if folder is None else CacheFolder(folder)
 
     def load(self, key: CostKey) -> StoredCosts | None:
-        """Return the costs with this key, or None."""
         return self._read(_COSTS, key, _costs_of)
 
     def save(self, costs: StoredCosts) -> bool:
@@ -86,11 +84,9 @@ class CostStore:
         return self._write(_COSTS, costs.key, entry)
 
     def load_paths(self, key: CostKey) -> Mapping[str, str] | None:
-        """Return the path of each linear layer with this key, or None."""
         return self._read(_PATHS, key, lambda _, entry: _checked_texts(entry["paths"]))
 
     def save_paths(self, key: CostKey, paths: Mapping[str, str]) -> bool:
-        """Store the path of each linear layer, and return whether that was possible."""
         return self._write(_PATHS, key, {"paths": dict(paths)})
 
     def entries(self) -> list[StoredCosts]:

@@ -40,7 +40,6 @@ class RequestDefaults:
     """A checkpoint's own options for requests.
 
     Attributes:
-        options: options by name.
         max_new_tokens: limit of `max_tokens` in all requests, if it has one.
     """
 

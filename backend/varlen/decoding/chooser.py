@@ -62,10 +62,6 @@ class TokenChooser:
     ) -> None:
         """Prepare the sampler and the searches.
 
-        Args:
-            grammars: grammars of sequences with structured output.
-            edit_limits: room for edit lists on the device.
-
         Raises:
             CheckpointError: its rules are not served.
         """
@@ -117,11 +113,9 @@ class TokenChooser:
         return Draws(limits, uniform, edits)
 
     def forget(self) -> None:
-        """Forget what the device keeps of sequences; see `Chooser`."""
         self._sampler.forget()
 
     def given(self, step: Batch) -> Int32Array:
-        """Return what the host has chosen for the beams of a step; see `Chooser`."""
         given: Int32Array = np.full(
             (sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32
         )
@@ -140,7 +134,6 @@ class TokenChooser:
     def outputs(
         self, step: Batch, plan: DevicePlan, chosen: Chosen, logits: Tensor | None
     ) -> list[SampledToken | BeamStep]:
-        """Return the outputs of a step; see `Chooser`."""
         has_edits = plan.draws is not None and plan.draws.edits is not None
         if plan.is_whole and not plan.searches:
             if has_edits:
@@ -208,7 +201,6 @@ def _read(
     beams: Int32Array,
     scores: Float32Array,
 ) -> BeamStep:
-    """Return the step of a search that the device has taken."""
     search = sequence.sampler_state
     assert isinstance(search, DeviceSearch)
     return search.read(length, ends.tolist(), beams, scores)

@@ -87,7 +87,6 @@ class Adapters:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each adapter by its name."""
         return {name: number for number, name in enumerate(self.names)}
 
     @property
@@ -118,9 +117,7 @@ def find_adapters(
     """Return the adapters of a checkpoint; None if there is none.
 
     Args:
-        checkpoint: the checkpoint.
         record: records the model with some tables.
-        device: device of the model.
         workers: workers that share `adapter_bytes`.
 
     Raises:
@@ -250,9 +247,7 @@ class ResidentAdapters:
         """Reserve the tables.
 
         Args:
-            adapters: the adapters of the model.
             tables: tables that its programs have recorded.
-            programs: these programs.
             fault_of_ranks: see `RankLink`.
         """
         self._fault_of_ranks = fault_of_ranks
@@ -278,7 +273,6 @@ class ResidentAdapters:
         return self._tables.slots
 
     def close(self) -> None:
-        """Close the files of the adapters."""
         for each in self._adapters.found:
             if isinstance(each, Adapter):
                 each.folder.close()

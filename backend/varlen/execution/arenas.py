@@ -25,8 +25,6 @@ class KvSize:
     """Size of the KV caches of one model.
 
     Attributes:
-        num_blocks: blocks of each cache.
-        block_size: tokens of a block.
         block_bytes: memory of a block in all layers, keys and values, in bytes.
     """
 

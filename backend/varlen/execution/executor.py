@@ -121,7 +121,6 @@ class _LaunchingExecutor:
         """Start without a batch.
 
         Args:
-            clock: clock of the engine, in seconds.
             is_pipeline: whether a batch begins to run while those before it run in later stages.
         """
         self.slots = launcher.slots
@@ -153,7 +152,6 @@ class _LaunchingExecutor:
         self._launched.put(_Launched(batch, completed, began, outputs))
 
     def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run."""
         if self._is_pipeline:
             return -math.inf
         with self._lock:
@@ -178,7 +176,6 @@ class InlineExecutor(_LaunchingExecutor):
     """
 
     def collect(self, timeout: float | None) -> bool:
-        """Complete the first batch in flight unless it takes longer; return False without one."""
         if self._launched.empty():
             return False
         wait = self._launcher.wait
@@ -187,7 +184,6 @@ class InlineExecutor(_LaunchingExecutor):
         return True
 
     def close(self) -> bool:
-        """Return True: no batch runs."""
         return True
 
 
@@ -201,17 +197,14 @@ class OverlappingExecutor(_LaunchingExecutor):
         *,
         is_pipeline: bool = False,
     ) -> None:
-        """Start the thread."""
         super().__init__(launcher, clock, is_pipeline=is_pipeline)
         self._thread = Thread(target=self._loop, name="varlen-executor", daemon=True)
         self._thread.start()
 
     def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
-        """Return False: the thread of this executor completes its batches."""
         return False
 
     def close(self) -> bool:
-        """Wait for what was started and stop the thread; return True."""
         self._launched.put(None)
         self._thread.join()
         return True
@@ -350,7 +343,6 @@ class StepLauncher(Generic[_Packed]):
         """Start without a step.
 
         Args:
-            chooser: says what the device chooses.
             runs_apart: whether steps in flight have different sequences, so that none waits for what is chosen in
                 another one, and the device keeps the logits of each.
         """

@@ -62,7 +62,6 @@ class Handoffs:
         Args:
             received: file descriptor of the memory that the stage before writes, if there is one.
             sent: file descriptor of the memory that this stage writes, unless it is the last.
-            slots: batches that may be in flight.
         """
         self.slot = 0
         self._files = received, sent
@@ -98,7 +97,6 @@ class Handoffs:
         return self._received.tensors(program, self._parts[program].received, self.slot, dims)
 
     def sent(self, program: int, dims: Dims) -> dict[str, Tensor]:
-        """Return where this stage writes what the next one gets; see `received`."""
         if self._sent is None:
             return {}
         return self._sent.tensors(program, self._parts[program].sent, self.slot, dims)

@@ -83,8 +83,6 @@ class LabelledSpans(SpansInParts):
         """Use the programs of texts and of labels.
 
         Args:
-            device: runs texts.
-            labels: runs labels.
             most_tokens: tokens of the largest batch of several labels.
             settings: see `SpansInParts`.
         """

@@ -159,9 +159,6 @@ class ModelInfo:
     """A loaded model.
 
     Attributes:
-        device: kind of the device that runs it: cpu or cuda.
-        device_name: name of the device, for the log.
-        dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
         max_sequence_tokens: longest sequence, in tokens; prompt and answer together.
         max_batch_tokens: largest batch of several sequences of a worker, padding included, or largest step, in tokens.
@@ -176,9 +173,6 @@ class ModelInfo:
         is_padded: whether sequences are padded to the longest of their batch, for comparison.
         workers: number of batches that run at the same time.
         max_logit_rows: most rows of logits of a step.
-        num_blocks: number of KV blocks.
-        block_size: tokens of a KV block.
-        block_bytes: memory of a KV block in all layers, in bytes.
     """
 
     task: Task
@@ -266,7 +260,6 @@ class GraphUse:
         )
 
     def metrics(self) -> MetricsSnapshot:
-        """Return the gauges of it."""
         return {
             SnapshotMetric.GRAPHS: self.count,
             SnapshotMetric.GRAPH_BYTES: self.num_bytes,

@@ -48,9 +48,9 @@ from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, memory_errors
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims
-from varlen.models.checkpoint.m3_heads import M3Heads
+from varlen.models.checkpoint.vector_layers import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
@@ -97,11 +97,7 @@ class ProgramRunner(Protocol):
 
 
 class OneShot:
-    """Sequences that run as a whole, each with one answer.
-
-    Attributes:
-        device: runs the program.
-    """
+    """Sequences that run as a whole, each with one answer."""
 
     def __init__(
         self,
@@ -119,8 +115,6 @@ class OneShot:
         Args:
             m3: its heads for terms and for tokens, if it is like bge-m3.
             is_padded: whether the program pads sequences to the longest of their batch.
-            link: link to the other processes that hold the model.
-            adapters: the adapters of its program, if it has any.
         """
         self.device, self.adapters, self._number = device, adapters, number
         self._task, self._m3, self._is_padded, self._link = task, m3, is_padded, link
@@ -146,7 +140,6 @@ class OneShot:
             return lambda: found
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
-        """Start a batch of the engine; see `launch`."""
         return self.launch(batch.prompts, batch.options)
 
     def _launch(
@@ -234,15 +227,12 @@ class OneShot:
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
-        """Return the answer of each sequence; see `launch`."""
         return self.launch(prompts, options)()
 
     def close(self) -> None:
-        """Release device memory."""
         self.device.close()
 
     def _finished(self, prompts: Sequence[Prompt], output: Float32Array) -> list[Float32Array]:
-        """Return the answers of an output, as they leave the runner."""
         if self._task == "sparse_embed" and self._m3 is not None and self._rows == "tokens":
             return weighted_terms(prompts, output, self._m3.unweighted)
         answers = split_answers(output, prompts, self._rows)
@@ -450,11 +440,7 @@ class Decoder:
         Args:
             loaded: the step of the decoder, and the encoder if there is one.
             arenas: memory of the intermediates of each program.
-            chooser: chooses tokens from logits on the device.
-            kernels: module with the functions that ops name.
-            longest: longest sequence, in tokens.
             limits: number and size of edit lists.
-            link: link to the other processes that hold the model.
         """
         assert loaded.kv is not None
         self.kv = loaded.kv
@@ -505,7 +491,6 @@ class Decoder:
         self._bind_others(loaded.programs[1:], arenas[1:])
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
-        """Return a function that runs a step on a CPU or on ranks."""
         return partial(self._run_batch, batch)
 
     def _run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
@@ -623,7 +608,6 @@ class Decoder:
         return {**inputs, **arrays}, {**dims, **adapted}
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
-        """Return a step as arrays; see `StepDevice`."""
         return pack_step(step, self.kv.block_size, plan, self._numbers)
 
     def may_queue(self, packed: PackedStep) -> bool:  # noqa: ARG002  # of every device
@@ -631,7 +615,6 @@ class Decoder:
         return True
 
     def start(self, step: Batch, packed: PackedStep) -> Callable[[], Chosen]:
-        """Start a step; return a function that waits for what the GPU chooses."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             try:
@@ -650,7 +633,6 @@ class Decoder:
         plan: DevicePlan,
         chosen: Chosen,
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step, and give the tokens to the next one."""
         assert isinstance(self.steps, CudaSteps)
         with memory_errors(), torch.inference_mode(), self.steps.stream():
             logits = self.steps.last_logits(step.num_logit_rows)
@@ -670,13 +652,11 @@ class Decoder:
         return bool(self.run_part(step).isnan().any())
 
     def close(self) -> None:
-        """Release the KV caches, and what runs steps."""
         self.steps.close()
         self._states.clear()
         del self._kv_memory
 
     def _give(self, packed: PackedStep, step: Batch) -> None:
-        """Give beams the tokens that the host has chosen."""
         if packed.beams:
             packed.beams["given"][:] = self._chooser.given(step)
 
@@ -693,7 +673,6 @@ class Decoder:
             self._copy_blocks(copies)
 
     def _follow(self, beams: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-        """Give beams their tokens and block tables; see `DeviceSearches.follow`."""
         self._kernels.copy_blocks(self._kv_memory, self.searches.follow(beams, inputs))
 
     def _copy_blocks(self, copies: Int32Array) -> None:
@@ -733,7 +712,6 @@ class EncoderDecoder(Decoder):
         self._encode = partial(encoder.run, out=[])
 
     def close(self) -> None:
-        """Release the KV caches, and what runs steps and sources."""
         if self._sources is not None:
             self._sources.close()
         super().close()

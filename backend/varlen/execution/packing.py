@@ -92,7 +92,6 @@ def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
     """Return the largest dimensions of a batch of `tokens` tokens.
 
     Args:
-        tokens: tokens of the batch.
         max_sequences: None if each token may be a sequence.
     """
     sequences = min(tokens, max_sequences or tokens)
@@ -203,10 +202,6 @@ def prompt_arrays(
     names: Iterable[str], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> Arrays:
     """Return inputs of a program that runs whole sequences, by name.
-
-    Args:
-        prompts: prompts in the order in which they are packed.
-        options: one per prompt.
 
     Raises:
         ValueError: the program reads an input that prompts and options do not have.
@@ -425,18 +420,15 @@ class PackedStep:
 
     @property
     def number(self) -> int:
-        """Its number."""
         return int(self.order[0])
 
     @property
     def after(self) -> int | None:
-        """Number of the step that it needs."""
         after = int(self.order[1])
         return None if after == _NO_STEP else after
 
     @property
     def slot(self) -> int:
-        """Index of its logits among the logits of steps in flight."""
         return int(self.order[2])
 
     @property
@@ -445,7 +437,6 @@ class PackedStep:
         return bool(self.order[3])
 
     def keep_logits(self, slot: int) -> None:
-        """Set the slot of its logits."""
         self.order[2] = slot
 
     def take_tokens(self, chosen: npt.NDArray[np.integer[Any]]) -> None:
@@ -467,7 +458,6 @@ def pack_step(
     """Return a step as arrays.
 
     Args:
-        block_size: tokens of a block.
         plan: the plan of the process that runs it.
     """
     sources = source_arrays(step.chunks, block_size)
@@ -514,7 +504,6 @@ def part_of_step(
 
     Args:
         inputs: `step_arrays`.
-        copies: `[copies, 2]`, blocks to copy before it.
         sources: `source_arrays`, encoded before it.
         order: see `PackedStep`.
     """
@@ -597,7 +586,6 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
 
     Args:
         chunks: chunks of the step, at least one; all of them have a source text, or none has.
-        block_size: tokens of a block.
     """
     columns = zip(*chunks, strict=True)
     _, begins, tokens_of, blocks_of, samples_of, source_blocks, _, _, _, beams_of = columns
@@ -642,9 +630,6 @@ def source_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
     """Return every input that a program of an encoder may read, by name.
 
     There is none if no chunk encodes its source.
-
-    Args:
-        block_size: tokens of a block.
     """
     new = [chunk for chunk in chunks if chunk.encodes]
     if not new:
@@ -680,7 +665,6 @@ def slots_of(
         block_ids: block tables of all sequences, one after another.
         first_blocks: first place of the table of each token's sequence in `block_ids`.
         position_ids: position of each token in its sequence.
-        block_size: tokens of a block.
     """
     columns, places = np.divmod(position_ids, block_size)
     columns += first_blocks

@@ -62,13 +62,10 @@ class LoadedPrograms:
         programs: the encoder with its head, and the encoder of labels, if there is one; the encoder and then the head
             of each of several tasks; or the step of the decoder and the encoder of its sources, if there is one.
         vocab_size, type_vocab_size: ids below these are valid.
-        dtype: data type of weights and activations.
         weight_bytes: memory of the weights, in bytes.
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
         parts: the part of each stage of each program; empty without stages.
-        adapters: the adapters of the model, if it has any.
-        tables: tables that its programs have for them.
     """
 
     programs: tuple[Program, ...]
@@ -268,12 +265,10 @@ class WholeSequences:
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:
-        """Return what decides the times of layers beside the checkpoint: heads of tasks differ."""
         return {"task": task}
 
     @staticmethod
     def threads() -> int:
-        """Return the number of threads that run a layer."""
         limit_primitives()
         return 1
 
@@ -335,7 +330,6 @@ class WholeSequences:
         return (ops.finish(labels),)
 
     def _record_head(self, ops: Recorder, task: Task, hidden: Value, heads: Heads) -> Value:
-        """Record the head of a task."""
         checkpoint, device = self._loading.checkpoint, self._loading.device
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
         if task == "embed" and checkpoint.rounds:
@@ -354,7 +348,6 @@ class WholeSequences:
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
     ) -> tuple[Program, ...]:
-        """Return programs with the layers of the encoder in int8."""
         calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
         body, *heads = programs
         return (*to_int8(calibrated, [body], cache, bits), *heads)
@@ -382,7 +375,6 @@ class Steps:
 
     @staticmethod
     def threads() -> int:
-        """Return the number of threads that run a layer."""
         return torch.get_num_threads()
 
     def kv_size(self, longest: int, layers: int | None) -> KvSize:
@@ -401,14 +393,12 @@ class Steps:
         )
 
     def record(self, kv: KvSize, adapters: AdapterTables | None = None) -> tuple[Program, ...]:
-        """Return the step of the decoder, and the encoder of sources."""
         kv = replace(kv, dtype=self._loading.dtype)
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
     ) -> tuple[Program, ...]:
-        """Return programs with the layers of decoder and encoder in int8 or int4."""
         recorded = record_steps(self._model, CALIBRATION_KV)
         calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
         return to_int8(calibrated, programs, cache, bits)

@@ -64,11 +64,9 @@ class NoOthers:
     running = nullcontext
 
     def agree(self, decide: Callable[[], _T], _: Callable[[], None] | None = None, /) -> _T:
-        """Return what this process decides."""
         return decide()
 
     def fault_of_ranks(self, fault: str, /) -> str:
-        """Return the fault of this process."""
         return fault
 
 

@@ -75,9 +75,6 @@ class Runner:
     Whole sequences use the cores that torch gives the thread of a CPU; workers give it one. Steps use all of them.
 
     Attributes:
-        link: link to the other processes that hold the model.
-        device: device of weights, caches and batches.
-        programs: the recorded forward passes.
         state: memory of the model on the device, which decides how batches run.
         slots: batches that may be in flight; more than one if `launch_batch` starts them.
         launch_batch: starts a batch and returns a function that waits for its outputs. On a CPU the batch has run then,
@@ -141,7 +138,6 @@ class Runner:
         longest: int,
         seconds: float,
     ) -> LoadedPrograms:
-        """Load the programs of a kind of model; see `load_programs`."""
         self._loaded = load_programs(
             kind,
             checkpoint,
@@ -158,7 +154,6 @@ class Runner:
         return self._loaded
 
     def _load_whole_sequences(self, checkpoint: Checkpoint, seconds: float) -> None:
-        """Load a model that runs whole sequences."""
         config = self._config
         task = _task_of_sequences(checkpoint, config)
         longest = sequence_limit(checkpoint, config)
@@ -184,7 +179,6 @@ class Runner:
             self.graph_use = device.graph_use
 
     def _load_steps(self, checkpoint: Checkpoint, chooser: Chooser) -> None:
-        """Load a model that generates."""
         config = self._config
         is_translation = checkpoint.translate is not None
         task: Task = "translate" if is_translation else "generate"
@@ -253,7 +247,6 @@ class Runner:
         return other
 
     def _run_whole(self, device: ProgramRunner, task: Task) -> None:
-        """Run whole sequences on a device."""
         further = self._config.further_tasks
         is_padded = self._config.execution == "padded"
         if further:
@@ -285,12 +278,10 @@ class Runner:
         self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
-        """Run batches on all cores of its CPU while `share` says that they run alone."""
         for each in (self._cpu_runner, *self._heads):
             each.share_cores(share, self._workers)
 
     def run_batch(self, batch: Batch) -> Outputs:
-        """Return the outputs of a batch; see `launch_batch`."""
         return self.launch_batch(batch)()
 
     def run(
@@ -328,20 +319,16 @@ class Runner:
 
     @property
     def arena(self) -> Arena:
-        """Memory of the intermediates of the first program."""
         return self.arenas[0]
 
     @property
     def program(self) -> Program:
-        """The first program."""
         return self.programs[0]
 
     def use(self) -> MemoryUse:
-        """Return the memory use. From any thread."""
         return MemoryUse.total(arena.use() for arena in self.arenas)
 
     def new_swaps(self) -> Sequence[Swap]:
-        """Return the adapters that were exchanged since the last call."""
         adapters = self.state.adapters
         return () if adapters is None else adapters.new_swaps()
 
@@ -356,7 +343,6 @@ class Runner:
         self.check()
 
     def compile_products(self) -> None:
-        """Compile the linear layers for batches of usual sizes."""
         for each in (self._cpu_runner, *self._heads):
             each.compile()
 
@@ -368,7 +354,6 @@ class Runner:
             self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
-        """Release device memory and the files of adapters."""
         self.state.close()
         if self._resident is not None:
             self._resident.close()

@@ -45,11 +45,9 @@ class CoreShare:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a batch may use all cores."""
         return bool(self.byte[0])
 
     def set_alone(self, alone: bool) -> None:
-        """Say whether one batch runs alone."""
         self.byte[0] = alone and self.is_on
 
     def close(self) -> None:
@@ -78,7 +76,6 @@ class LoneCores:
 
     @property
     def count(self) -> int:
-        """The number of cores."""
         is_paused = not self.share.byte[0] or time.monotonic() < self._not_before
         return 1 if is_paused else self._cores
 
@@ -129,7 +126,6 @@ class ThreadExecutor:
         """Start the threads.
 
         Args:
-            runners: one per thread.
             prepare: each thread calls it first.
             share: tells the runners whether a batch runs alone.
             starts_at_once: whether `launch_batch` of a runner returns before the batch has run, so that `start` calls
@@ -152,7 +148,6 @@ class ThreadExecutor:
             thread.start()
 
     def start(self, batch: Batch, completed: Completed) -> None:
-        """Start a batch. A thread of this executor calls `completed` once with the result."""
         with self._counting:
             work = _Started(batch, completed, self._free.pop(), time.perf_counter())
             for other in self._in_flight:
@@ -172,11 +167,9 @@ class ThreadExecutor:
         return -math.inf
 
     def collect(self, timeout: float | None) -> bool:  # noqa: ARG002  # of every executor
-        """Return False: threads of this executor complete its batches."""
         return False
 
     def close(self) -> bool:
-        """Run what was started and stop the threads; return True."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:

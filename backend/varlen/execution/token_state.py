@@ -49,8 +49,6 @@ class Chooser(Protocol):
         """Return the outputs of a step, chunk by chunk.
 
         Args:
-            plan: the result of `plan` for it.
-            chosen: the choices of the device.
             logits: `[logit rows, vocabulary]` fp32, may be overwritten; None if nothing is left to choose.
         """
 
@@ -59,11 +57,9 @@ class NoChooser:
     """A `Chooser` without outputs, for a process that only runs steps."""
 
     def plan(self, step: Batch) -> DevicePlan:  # noqa: ARG002  # of every chooser
-        """Return nothing."""
         return DevicePlan()
 
     def given(self, step: Batch) -> Int32Array:
-        """Return that nothing is given."""
         return np.full((sum(chunk.beams for chunk in step.chunks), 2), NOT_GIVEN, np.int32)
 
     def forget(self) -> None:
@@ -76,7 +72,6 @@ class NoChooser:
         chosen: Chosen,  # noqa: ARG002
         logits: Tensor | None,  # noqa: ARG002
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return no outputs."""
         return ()
 
 
@@ -95,9 +90,7 @@ class DeviceSearches:
         """Start without a search.
 
         Args:
-            kernels: module with the ops of searches.
             rows: most rows of logits, which is the most beams at the same time.
-            block_size: tokens of a block.
         """
         self._kernels = kernels
         self._block_size = block_size

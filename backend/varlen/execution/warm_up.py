@@ -185,11 +185,7 @@ def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
 
 
 def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:
-    """Run steps of prompts of all forms: a fault or a compile comes at load.
-
-    Args:
-        timeout: see `warm_up`.
-    """
+    """Run steps of prompts of all forms: a fault or a compile comes at load."""
     for chunks in _prompts_of_all_forms(runner):
         _run(runner, chunks, timeout)
 
@@ -231,13 +227,11 @@ def _check_logits(runner: Runner) -> None:
 
 
 def _run(runner: Runner, chunks: Sequence[Chunk], timeout: float) -> None:
-    """Run a step."""
     run = partial(runner.run_batch, _step(chunks))
     call_within(timeout, run, compile_seconds=_COMPILE_SECONDS)
 
 
 def _step(chunks: Sequence[Chunk]) -> Batch:
-    """Return a step, which begins with the copy of a block onto itself."""
     sequences = tuple(chunk.sequence for chunk in chunks)
     shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
     return Batch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),))

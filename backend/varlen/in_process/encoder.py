@@ -460,13 +460,11 @@ class Encoder(InProcess):
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
 
     def _found(self, found: Found) -> list[Float32Array]:
-        """Return the output of each prompt of the rows."""
         return self._answers(tuple(prompt for step in found.steps for prompt in step.run()))
 
     def _answers(
         self, prompts: tuple[Prompt, ...], normalize: bool = False, outputs: tuple[Task, ...] = ()
     ) -> list[Float32Array]:
-        """Return the answers to prompts, in their order."""
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))

@@ -109,10 +109,8 @@ class Intake:
         """Return the prompts of texts or pairs of texts.
 
         Args:
-            texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
             side: side on which they are cut; None is the checkpoint's.
-            max_tokens: length to which they are cut, special tokens included; None is the longest of the role.
             prefix: prompt or instruction before the texts.
             special_tokens: whether the tokenizer adds special tokens.
 
@@ -185,7 +183,6 @@ class Intake:
 
         Args:
             messages: objects with the fields that the checkpoint's chat template reads, such as role and content.
-            variables: values of other variables of the template.
 
         Raises:
             RequestError: the checkpoint has no chat template, the template refuses the messages, or see `texts`.
@@ -218,7 +215,6 @@ class Intake:
         Args:
             read: function that returns the messages, or raises RequestError; it may take long.
             num_bytes: length of their text.
-            variables: see `chat`.
         """
         return TokenizationTask(num_bytes, lambda: (self.chat(read(), variables),))
 
@@ -256,7 +252,6 @@ class Intake:
             )
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token."""
         return self.tokenizer.token_text(token_id)
 
     def term_text(self, term: int) -> str:

@@ -98,7 +98,6 @@ class ContextWindows:
 
     @classmethod
     def check(cls, given: RowParameters) -> RowParameters:
-        """Return the parameters of a request, which cuts nothing."""
         if given.is_cut or given.truncation_side is not None:
             raise RequestError(
                 "the request cuts texts, and this model reads a long context in windows; leave truncate,"
@@ -108,7 +107,6 @@ class ContextWindows:
 
     @classmethod
     def of(cls, texts: Sequence[Any], given: RowParameters, intake: Intake) -> ContextWindows:
-        """Return the windows of the pairs of a request."""
         form = QuestionForm(
             top_k=given.top_k or DEFAULT_ANSWERS,
             max_answer_len=given.max_answer_len,
@@ -143,12 +141,10 @@ class ContextWindows:
         ]
 
     def tensors(self, outputs: Sequence[Float32Array]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the answers of all rows as JSON."""
         texts = [answers_json(row) for row in self.answers(outputs)]
         return {"answers": np.array(texts, dtype=np.object_)[:, None]}
 
     def count(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of each row, given the tokens of each prompt."""
         return [sum(tokens[part]) for part in self._prompts_of_rows()]
 
     def _prompts_of_rows(self) -> list[slice]:
@@ -182,12 +178,7 @@ class ContextWindows:
         return prompts
 
     def _parts(self, row: int, others: int, count: int) -> list[slice]:
-        """Return the part of the context in each window.
-
-        Args:
-            others: number of tokens of the question, with special ones.
-            count: number of tokens of the context.
-        """
+        """Return the part of the context in each window."""
         room, stride = self._max_tokens - others, self._stride
         assert stride is not None
         if count <= room:

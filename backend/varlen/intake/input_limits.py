@@ -62,8 +62,6 @@ class InputLimits:
         Only a text that is cut has parts. A part has more than `max_text_bytes`, by at most a character.
 
         Args:
-            row: row of the request, for the error.
-            name: name of its input, for the error.
             cut: side on which a text that is too long is cut; None refuses it.
 
         Raises:
@@ -144,8 +142,6 @@ class InputLimits:
         """Raise RequestError if a token id or type id is out of range.
 
         Args:
-            row: row of the request, for the error.
-            name: name of the input that holds the token ids, for the error.
             ids, types: `[tokens]` each.
         """
         _check_range(row, name, ids, self.vocab_size)

@@ -108,10 +108,7 @@ class LongTexts:
         """Check the texts and what is asked of them.
 
         Args:
-            intake: makes the prompts.
             texts: a text for each row; one text with spans.
-            form: form of the vectors.
-            prefix: prompt or instruction before the texts.
 
         Raises:
             RequestError: the model does not serve it, a text is too long, or a span is outside of its text.
@@ -175,7 +172,6 @@ class LongTexts:
         return steps_of(sizes, run)
 
     def count(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens of each text, given the tokens of each prompt."""
         return [sum(tokens[part]) for part in self._prompts_of_rows()]
 
     def vectors(self, outputs: Sequence[Float32Array]) -> Float32Array:
@@ -272,12 +268,7 @@ class LongTexts:
         return found
 
     def _windows(self, row: int, others: int, count: int) -> list[tuple[slice, slice]]:
-        """Return the tokens of each window, and the tokens that spans have there.
-
-        Args:
-            others: number of tokens in front of the text and behind it.
-            count: number of tokens of the text.
-        """
+        """Return the tokens of each window, and the tokens that spans have there."""
         longest = self._limits.max_sequence_tokens
         if self._form.windows:
             longest = min(longest, self._limits.max_arena_tokens or longest)

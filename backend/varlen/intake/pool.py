@@ -69,11 +69,9 @@ class _Work:
     """A draft and its progress. One thread at a time works on it.
 
     Attributes:
-        steps: those that are left.
         number: number in order of arrival.
         bytes_left, bytes_done: length of the texts of the steps that are left, and of the others.
         last_check: last time at which the client was known to be there.
-        prompts: prompts of the steps that have run.
     """
 
     steps: deque[TokenizationTask]
@@ -118,7 +116,6 @@ class TokenizerPool:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
-            stats: gets the refusals.
             work: words for what a deadline came before.
         """
         self._limits = limits
@@ -140,7 +137,6 @@ class TokenizerPool:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 

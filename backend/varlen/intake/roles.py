@@ -52,7 +52,6 @@ class Expansion:
 
     Attributes:
         length: length to which texts are filled up, in tokens.
-        token: token that fills them up.
         is_attended: whether other tokens read the added ones.
     """
 

@@ -117,7 +117,6 @@ class Tokenizer:
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
             adds_special_tokens: whether the special tokens of `tokenizer.json` are added to texts.
-            side: side on which texts are cut where a request names none.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
 
         Raises:
@@ -158,7 +157,6 @@ class Tokenizer:
             truncate: cut sequences longer than max_tokens, the longer text of a pair first. Otherwise some tokens
                 beyond that number may be missing.
             side: side on which they are cut; None is the checkpoint's.
-            special_tokens: whether to add special tokens.
             max_tokens: None is max_sequence_tokens.
             max_text_bytes: a text that is cut and has more bytes of UTF-8 is a part, which goes on where it is cut.
         """
@@ -243,11 +241,9 @@ class Tokenizer:
         )
 
     def num_special_tokens(self, *, is_pair: bool) -> int:
-        """Return the number of tokens that are added to a text or a pair."""
         return self._whole.num_special_tokens_to_add(is_pair)
 
     def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of tokens."""
         text: str = self._whole.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -271,7 +267,6 @@ class Tokenizer:
         return next((token for token in found if token is not None), None)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token, special ones included."""
         return self.text_of([token_id], skip_special_tokens=False)
 
     def _tokenized(

@@ -47,11 +47,6 @@ class ApartLabelTokens:
     def __init__(
         self, tokenizer: Tokenizer, config: LabelEncoderConfig, limits: InputLimits
     ) -> None:
-        """Use the tokenizer of labels.
-
-        Args:
-            limits: limits of texts.
-        """
         self._tokenizer = tokenizer
         self._limits = replace(limits, vocab_size=config.vocab_size)
         self._longest = min(config.longest, limits.max_arena_tokens or config.longest)
@@ -115,7 +110,6 @@ class WordPrompts:
 
     @property
     def scored(self) -> Scored:
-        """Things that the model scores."""
         return self._config.scored
 
     @property
@@ -134,7 +128,6 @@ class WordPrompts:
         """Return the steps that make prompts of texts with labels, or with a schema.
 
         Args:
-            texts: one per row.
             asked: the same for all rows.
             truncate: whether texts that are too long lose their last words.
             max_tokens: length to which they are cut, with the labels; None is the longest.
@@ -325,7 +318,6 @@ class SpanTexts:
 
     @classmethod
     def check(cls, given: RowParameters) -> RowParameters:
-        """Return the parameters of a request, which has labels or a schema."""
         if given.probe and given.labels is None and given.schema is None:
             # one request probes models of every task
             given = replace(given, labels=_PROBE_LABELS)
@@ -343,20 +335,16 @@ class SpanTexts:
 
     @classmethod
     def of(cls, texts: Sequence[Any], given: RowParameters, intake: Intake) -> SpanTexts:
-        """Return the texts of a request."""
         assert intake.word_prompts is not None
         return cls(intake.word_prompts, texts, given)
 
     def count(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of each row: each is one prompt."""
         return tokens
 
     def answers(self, outputs: Sequence[Float32Array]) -> list[list[Span]]:
-        """Return the spans of each row; see `SpanForm.spans`."""
         return [self.form.spans(row, scores) for row, scores in enumerate(outputs)]
 
     def results(self, outputs: Sequence[Float32Array]) -> list[dict[str, Any]]:
-        """Return what a schema asks of each row; nothing without a schema."""
         if not self._has_schema or isinstance(self.form, SpanForm):
             return [{} for _ in outputs]
         return [self.form.result(row, scores) for row, scores in enumerate(outputs)]

@@ -13,8 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk, MappedChunk
-from varlen.memory.cuda_memory import CudaMemory
+from varlen.memory.chunk import Chunk, CudaMemory, DeviceChunk, HostChunk, MappedChunk
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.planner import plan
 from varlen.memory.usage import Buffer, Dims, Shape, conflicts, live_sizes, shapes_at
@@ -94,12 +93,10 @@ class Layout:
 
     @property
     def plan_hits(self) -> int:
-        """Number of plans found in the cache."""
         return self._kept_plans.cache_info().hits
 
     @property
     def plan_misses(self) -> int:
-        """Number of plans made."""
         return self._kept_plans.cache_info().misses
 
     def _plan(self, key: tuple[int, ...]) -> ShapePlan:
@@ -119,7 +116,6 @@ def max_tokens_that_fit(
 
     Args:
         layouts: layouts of programs that run the batch one after another, each in memory of its own.
-        size: number of bytes.
         most: upper bound of the result.
         largest: returns the largest dimensions of a batch of this number of tokens. No size falls when a dimension
             grows, so the offsets of this batch serve all batches of its tokens.
@@ -220,7 +216,6 @@ class Arena:
         return self._chunk.memory[: self._chunk.reserved_bytes]
 
     def use(self) -> MemoryUse:
-        """Return the use of the arena, which is one chunk. From any thread."""
         footprint, peak = self._last
         plans = self.layout
         return MemoryUse(

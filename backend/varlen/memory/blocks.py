@@ -39,9 +39,6 @@ class BlockPool:
     """The blocks of one model's KV memory.
 
     One thread changes it; any thread may call `counts`.
-
-    Attributes:
-        num_blocks: number of blocks; their ids are below it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
@@ -72,7 +69,6 @@ class BlockPool:
         return len(self._free) + len(self._cached) - self._reserved
 
     def counts(self) -> BlockCounts:
-        """Return how many blocks are in use. From any thread."""
         cached = len(self._cached)
         return BlockCounts(
             total=self.num_blocks,
@@ -83,7 +79,6 @@ class BlockPool:
         )
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks that hold this number of tokens."""
         return -(-tokens // self.block_size)
 
     def reserve(self, count: int, *, shared: Sequence[int] = (), keep: int = 0) -> bool:
@@ -164,10 +159,6 @@ class BlockPool:
         """Replace the shared last block of a table; return source and destination.
 
         The caller copies the contents before either block is written.
-
-        Args:
-            block_ids: the block table; changed.
-            reserved: number of blocks, as in `allocate`.
         """
         source = block_ids[-1]
         assert self.is_shared(source)

@@ -1,18 +1,188 @@
 """A chunk of memory: a fixed capacity, reserved up to the largest plan.
 
-On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from
-the end without moving anything. On a GPU the capacity is one allocation, or address space too: graphs keep addresses.
+On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from the end
+without moving anything. On a GPU the capacity is one allocation, or address space too: an address that was reserved
+stays valid, whatever is mapped there, so captured graphs stay valid too. Calls go to the driver's own library: nothing
+has to be installed beside it.
+Source: CUDA driver API, "Virtual Memory Management".
 """
 
+from __future__ import annotations
+
+import ctypes
 import mmap
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.memory.cuda_memory import CudaMemory
+_SUCCESS, _OUT_OF_MEMORY = 0, 2
+# Numbers of 4 bytes that keep what follows at an address of 16 bytes.
+_ALIGNED = 4
+# Memory that stays on one device, which reads and writes it.
+_PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("direct_rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_data", ctypes.c_void_p),
+        ("flags", _Flags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class CudaMemory:
+    """Memory of one GPU, mapped by the driver.
+
+    Attributes:
+        granularity: sizes and addresses are multiples of this, in bytes.
+    """
+
+    def __init__(self, device: torch.device, driver: Any = None) -> None:
+        """Open the driver.
+
+        Args:
+            driver: library of the driver; None loads it.
+
+        Raises:
+            OSError: there is no driver.
+            RuntimeError: a call of it failed.
+        """
+        self._driver = driver or ctypes.CDLL("libcuda.so.1")
+        self._device = device
+        number = device.index or 0
+        # the context of torch
+        torch.zeros(1, device=device)
+        location = _Location(_ON_DEVICE, number)
+        self._properties = _Properties(_PINNED, 0, location, None, _Flags())
+        self._access = _Access(location, _READ_AND_WRITE)
+        size = ctypes.c_size_t()
+        self._call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(size),
+            ctypes.byref(self._properties),
+            ctypes.c_int(_MINIMUM),
+        )
+        self.granularity = size.value
+
+    def reserve(self, size: int) -> int:
+        """Return the first of `size` addresses, at which nothing is mapped."""
+        address, none = ctypes.c_uint64(), ctypes.c_uint64(0)
+        arguments = ctypes.c_size_t(size), ctypes.c_size_t(0), none, none
+        self._call("cuMemAddressReserve", ctypes.byref(address), *arguments)
+        return address.value
+
+    def free(self, address: int, size: int) -> None:
+        """Give back addresses at which nothing is mapped."""
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+    def map(self, address: int, size: int) -> int:
+        """Allocate memory at an address; return its handle.
+
+        Raises:
+            MemoryError: the GPU has too little.
+        """
+        handle, length = ctypes.c_uint64(), ctypes.c_size_t(size)
+        none = ctypes.c_uint64(0)
+        self._call(
+            "cuMemCreate", ctypes.byref(handle), length, ctypes.byref(self._properties), none
+        )
+        try:
+            at, begin = ctypes.c_uint64(address), ctypes.c_size_t(0)
+            self._call("cuMemMap", at, length, begin, handle, none)
+            one = ctypes.c_size_t(1)
+            self._call("cuMemSetAccess", at, length, ctypes.byref(self._access), one)
+        except BaseException:
+            self._driver.cuMemRelease(handle)
+            raise
+        return handle.value
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        """Release memory at an address, once nothing uses it any more."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
+        self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def wait(self) -> None:
+        """Wait until the GPU has run all that was started."""
+        torch.cuda.synchronize(self._device)
+
+    def tensor(self, address: int, size: int) -> Tensor:
+        """Return the bytes at an address, `[size]` uint8."""
+        return torch.as_tensor(_Bytes(address, size), device=self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call the driver.
+
+        Raises:
+            MemoryError: the GPU has too little memory.
+            RuntimeError: the call failed for another reason.
+        """
+        result = getattr(self._driver, name)(*arguments)
+        if result == _OUT_OF_MEMORY:
+            raise MemoryError(f"{name}: the GPU has too little memory")
+        if result != _SUCCESS:
+            raise RuntimeError(f"{name} failed with error {result} of the CUDA driver")
+
+
+class _Bytes:
+    """Bytes of a GPU as torch takes them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def moved(
+    groups: Sequence[Mapping[str, npt.NDArray[Any]]], device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Return arrays of int32 and fp32 on a device; one copy, without a wait."""
+    if device.type == "cpu":
+        return [{name: torch.from_numpy(array) for name, array in each.items()} for each in groups]
+    arrays = [each for group in groups for each in group.values()]
+    # the language Triton compiles a kernel again where the alignment of a pointer is another one
+    sizes = [-(-each.size // _ALIGNED) * _ALIGNED for each in arrays]
+    numbers = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    on_host = np.split(numbers.numpy(), np.cumsum(sizes)[:-1])
+    for array, part in zip(arrays, on_host, strict=True):
+        part[: array.size] = array.ravel().view(np.int32)
+    # torch keeps pinned memory until the copy has run
+    parts = torch.split_with_sizes(numbers.to(device, non_blocking=True), sizes)
+    on_device = (
+        (part if array.dtype == np.int32 else part.view(torch.float32))[: array.size].view(
+            array.shape
+        )
+        for array, part in zip(arrays, parts, strict=True)
+    )
+    return [{name: next(on_device) for name in group} for group in groups]
+
 
 # Memory is reserved and released in steps of a huge page; on a GPU in larger ones: each takes four calls.
 _STEP, _GPU_STEP = 2 << 20, 16 << 20
@@ -59,14 +229,12 @@ class HostChunk:
         self.reserved_bytes = 0
 
     def reserve(self, size: int) -> None:
-        """Touch the pages up to `size`, so that no op meets a page fault."""
         wanted = self._in_steps(size)
         if wanted > self.reserved_bytes:
             self.memory[self.reserved_bytes : wanted].zero_()
             self.reserved_bytes = wanted
 
     def release(self, size: int) -> None:
-        """Return the pages after `size` to the system."""
         kept = self._in_steps(size)
         if kept < self.reserved_bytes:
             self._pages.madvise(mmap.MADV_DONTNEED, kept, self.reserved_bytes - kept)
@@ -110,7 +278,6 @@ class MappedChunk:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that have memory, from the first one."""
         return min(len(self._handles) * self._step, len(self.memory))
 
     def reserve(self, size: int) -> None:
@@ -124,7 +291,6 @@ class MappedChunk:
             self._handles.append(self._space.map(address, self._step))
 
     def release(self, size: int) -> None:
-        """Release the memory after the first `size` bytes, once nothing runs that may use it."""
         if len(self._handles) > self._steps(size):
             self._space.wait()
             _unmap(self._space, self._address, self._step, self._handles, self._steps(size))

@@ -36,15 +36,12 @@ class MemoryUse:
 
     @classmethod
     def total(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
-        """Return the use of several arenas together."""
         return cls(*map(sum, zip(*(use.values() for use in uses), strict=True)))
 
     def values(self) -> tuple[float, ...]:
-        """Return the values of all fields, in order."""
         return _values(self)
 
     def metrics(self) -> MetricsSnapshot:
-        """Return the gauges and totals of it."""
         return {
             SnapshotMetric.ARENA_RESERVED: self.reserved_bytes,
             SnapshotMetric.ARENA_CHUNKS: self.chunks,

@@ -9,9 +9,15 @@ from dataclasses import replace
 
 from varlen.models.checkpoint.family import Family
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
-from varlen.models.post_norm_family import DISTANCE_BUCKETS, PostNormFamily
+from varlen.models.post_norm_family import (
+    DISTANCE_BUCKETS,
+    ExpertNames,
+    FieldNames,
+    HeadNames,
+    LayerNames,
+    PostNormFamily,
+)
 from varlen.models.post_norm_layers import PostNormEncoder
-from varlen.models.post_norm_names import ExpertNames, FieldNames, HeadNames, LayerNames
 
 _LM_HEAD = MaskedLMNames(
     "lm_head.dense",

@@ -47,11 +47,9 @@ from varlen.models.checkpoint.logit_score import (
     check_score_tokens,
     find_logit_score,
 )
-from varlen.models.checkpoint.m3_heads import M3Heads, read_m3_heads
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
-from varlen.models.checkpoint.sparse import SpladeConfig
 from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
@@ -62,9 +60,12 @@ from varlen.models.checkpoint.tokenizer_files import (
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import (
     LayerMix,
+    M3Heads,
+    SpladeConfig,
     VectorConfig,
     check_layers,
     check_widths,
+    read_m3_heads,
 )
 from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part
@@ -294,7 +295,6 @@ class Checkpoint:
 
     @property
     def family(self) -> Family[object]:
-        """The family of its model."""
         return family_of(self.config)
 
     @property
@@ -315,17 +315,14 @@ class Checkpoint:
 
     @property
     def num_labels(self) -> int:
-        """Outputs of the classification head, 0 when there is none."""
         return len(self.labels.names)
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its model has the layers of a decoder."""
         return self.family.kind == "decoder"
 
     @property
     def is_causal(self) -> bool:
-        """Whether the tokens of its decoder read only earlier ones."""
         return self.family.is_causal(self.config)
 
     @property
@@ -478,7 +475,6 @@ class _Model:
     """The transformer of a folder, as its configuration says.
 
     Attributes:
-        folder: folder of the checkpoint.
         body: folder of config.json, the weights and the tokenizer.
         given: config.json as it is; empty for static embeddings, whose configuration varlen makes.
         config: config.json in the form that families read.

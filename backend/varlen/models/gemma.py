@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.output import read_top
 from varlen.models.blocks.rotary import read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -29,9 +29,14 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary,
+    read_rotary_of_kinds,
+)
 from varlen.models.llama import Llama, LlamaLayer, read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 from varlen.tasks import Task
@@ -139,7 +144,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
-    """Return the rotary positions of each layer."""
     kinds = _read_kinds(config)
     if "rope_local_base_freq" not in _options(config).fields:
         return (read_rotary(config),) * len(kinds)
@@ -173,10 +177,8 @@ class GemmaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: head layout of each layer.
         windows: window of each layer: number of last tokens that a token reads; where tokens read later ones too,
             those at a smaller distance. 0 is all.
-        rotary: rotary positions of each layer.
         score_scale: factor of the scores of attention.
         score_cap, logit_cap: limits of these scores and of logits; 0 is none.
         has_attention_bias: whether linear layers before and after the attention have a bias.

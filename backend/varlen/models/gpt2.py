@@ -88,7 +88,6 @@ class Gpt2:
     heads: Heads = Heads()
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         residual = self.token_table.record(
             ops, inputs.token_ids(ops), inputs.position_ids(ops), self.position_table
         )
@@ -106,7 +105,6 @@ class Gpt2:
         return x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.feed_forward import Experts, FeedForward
-from varlen.models.blocks.output import record_output
+from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
@@ -142,7 +141,6 @@ def _read_flag(config: Json, name: str) -> bool:
 
 
 def _read_heads(config: Json) -> AttentionHeads:
-    """Return the heads of a layer."""
     return read_heads(config, OPTIONS[config["model_type"]].head_dim)
 
 
@@ -226,7 +224,6 @@ class LlamaConfig(declare.ConfigFields):
     """What config.json says of a model, and what its family adds.
 
     Attributes:
-        heads: head layout of each layer.
         width: features of a token in the layers.
         hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
@@ -313,7 +310,6 @@ class Llama:
         projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
-        activation: activation of gates.
         embedding_scale: factor of embeddings.
         score_scale: factor of the scores of attention; None is head_dim ** -0.5.
         score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
@@ -337,7 +333,6 @@ class Llama:
     are_head_norms_last: bool = False
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         residual = self.token_table.record(ops, inputs.token_ids(ops), scale=self.embedding_scale)
         # the norm before each layer, and the final one
@@ -355,7 +350,6 @@ class Llama:
         return x if self.projection is None else self.projection.record(ops, x)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         logits = record_output(ops, self.output, hidden, self.token_table.vocab_size)
@@ -541,7 +535,6 @@ def make_family(
     """Return the family of a relative.
 
     Args:
-        name: the beginning of its classes, such as Llama of LlamaModel.
         model_type: its name in `OPTIONS`.
         fields: more fields of config.json than `LlamaConfig` and its options have, which it reads.
         classifiers: the tasks of classifiers that transformers has for it.

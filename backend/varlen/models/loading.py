@@ -35,21 +35,17 @@ class OneStepDecoder:
 
     @property
     def type_vocab_size(self) -> int:
-        """Token types below this are valid: decoders have one."""
         return 1
 
     @property
     def token_table(self) -> TokenTable:
-        """The embedding of each token."""
         return self.decoder.token_table
 
     @property
     def heads(self) -> Heads:
-        """The layers on top of it."""
         return self.decoder.heads
 
     def record(self, ops: Recorder) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         return self.decoder.record(ops, PackedAttention(self.is_causal))
 
 

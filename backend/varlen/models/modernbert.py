@@ -23,10 +23,14 @@ from varlen.models.checkpoint.config_file import (
     read_int,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
-from varlen.models.checkpoint.rotary_config import RotaryConfig
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary_of_kinds,
+)
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -64,7 +68,6 @@ class ModernBertConfig(declare.ConfigFields):
     """What config.json says of a model.
 
     Attributes:
-        kinds: kind of each layer.
         window: tokens of layers with sliding attention read those at a smaller distance.
         classifier_pooling: pooling of a sequence into the classifier's row.
     """
@@ -135,7 +138,6 @@ class ModernBert:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         eps, norm = self.config.norm_eps, self.embedding_norm
         embedded = self.token_table.record(ops, inputs.token_ids(ops))
         x = residual = ops.layer_norm(embedded, norm.weight, norm.bias, eps=eps)

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
 from varlen.models.blocks.feed_forward import FeedForward
-from varlen.models.blocks.output import record_output
+from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.blocks.score_head import read_top
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, read_int, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layer_kinds import LayerKind, read_kinds, read_rotary_of_kinds
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
-from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.rotary_config import (
+    LayerKind,
+    RotaryConfig,
+    read_kinds,
+    read_rotary,
+    read_rotary_of_kinds,
+)
 from varlen.models.llama import read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 
@@ -69,7 +73,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:
-    """Return the rotary positions of each layer."""
     kinds = _read_kinds(config)
     if not _has_windows(config):
         return (read_rotary(config),) * len(kinds)
@@ -86,9 +89,7 @@ class OlmoConfig(declare.ConfigFields):
     """What config.json says of a model.
 
     Attributes:
-        heads: head layout of each layer.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
-        rotary: rotary positions of each layer.
         has_attention_bias: whether linear layers before and after the attention have a bias.
         has_tied_output: whether the output layer is the embedding table.
     """
@@ -154,7 +155,6 @@ class Olmo:
     heads: Heads
 
     def record(self, ops: Recorder, attention: Attention) -> Value:
-        """Record the model and return its last hidden state, `[tokens, hidden]`."""
         eps = self.norm_eps
         x = self.token_table.record(ops, inputs.token_ids(ops))
         for number, layer in enumerate(self.layers):
@@ -165,7 +165,6 @@ class Olmo:
         return ops.rms_norm(x, self.final_norm, eps=eps)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         # Checkpoint.check_task has refused checkpoints without this layer
         assert self.output is not None
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)

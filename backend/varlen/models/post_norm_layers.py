@@ -89,11 +89,9 @@ class PostNormEncoder:
 
     @property
     def type_vocab_size(self) -> int:
-        """Token types below this are valid."""
         return self.type_table.shape[0]
 
     def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
         types = inputs.type_ids(ops)
         if self.position_table is None:
             # what is added for a position is what is added for the type, which leaves nothing for the type

@@ -47,7 +47,6 @@ class StaticModel:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        """Record the vectors of the tokens, `[tokens, hidden]`."""
         return self.token_table.record(ops, inputs.token_ids(ops))
 
 

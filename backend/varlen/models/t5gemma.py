@@ -126,28 +126,23 @@ class T5Gemma:
 
     @property
     def layers(self) -> tuple[LlamaLayer, ...]:
-        """The layers of the decoder."""
         return self.decoder.layers
 
     @property
     def attention_heads(self) -> AttentionHeads:
-        """Heads of each of these layers, in both attentions."""
         return self.decoder.attention_heads
 
     @property
     def token_table(self) -> TokenTable:
-        """The embeddings of tokens of targets."""
         return self.decoder.token_table
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
-        """Record the encoder, and storing its keys and values for each layer of the decoder."""
         hidden = self.encoder.record(ops, PackedAttention(is_causal=False))
         for number, source in enumerate(self.sources):
             kv = source.attention.kv.record(ops, hidden)
             cross.store(ops, number, kv, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         decoder, eps = self.decoder, self.decoder.norm_eps
         norms = chain.from_iterable(
             (Norm(layer.attention_norm, None), source.attention.norm, Norm(layer.mlp_norm, None))
@@ -172,7 +167,6 @@ class T5Gemma:
         return stream.x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         return self.decoder.record_logits(ops, hidden)
 
     def _record_source(self, ops: Recorder, cross: CrossAttention, number: int, x: Value) -> Value:

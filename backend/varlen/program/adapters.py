@@ -42,7 +42,6 @@ class LayerPart(NamedTuple):
     """A layer of a checkpoint that a recorded layer has, perhaps beside others.
 
     Attributes:
-        name: its name in the checkpoint.
         width: its outputs here; 0 where no adapter can change them.
         cut: the part of a rank; None for all of it.
     """
@@ -77,7 +76,6 @@ class AdaptedLayer:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Its tables."""
         every = self.first, self.second, self.spans, self.bias
         return tuple(each for each in every if each is not None)
 

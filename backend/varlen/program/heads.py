@@ -10,7 +10,6 @@ class AttentionHeads:
     Attributes:
         queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
         keys: number of key heads, and of value heads.
-        dim: features of a head.
     """
 
     queries: int

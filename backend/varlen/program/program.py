@@ -89,12 +89,10 @@ class Op:
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """The values among its operands."""
         return tuple(operand for operand in self.operands if isinstance(operand, Value))
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """The weights among its operands."""
         groups = [each if isinstance(each, tuple) else (each,) for each in self.operands]
         return tuple(each for group in groups for each in group if isinstance(each, Tensor))
 
@@ -146,12 +144,6 @@ class Program:
     """
 
     def __init__(self, ops: Sequence[Op], outputs: Sequence[Value]) -> None:
-        """Derive lifetimes and bindings.
-
-        Args:
-            ops: calls in the order in which they run.
-            outputs: results of some of them.
-        """
         self.ops = tuple(ops)
         self.outputs = tuple(outputs)
         results = {result for op in self.ops for result in op.results}

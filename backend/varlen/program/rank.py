@@ -9,7 +9,6 @@ class Rank:
 
     Attributes:
         number: its number; rank 0 leads: it has the logits.
-        size: number of ranks.
     """
 
     number: int = 0

@@ -19,7 +19,6 @@ class Stage:
 
     Attributes:
         number: its number, from 0.
-        count: number of stages; the last one leads: it has the logits.
     """
 
     number: int = 0
@@ -77,7 +76,6 @@ def cut_program(
     """Return the part of each stage.
 
     Args:
-        program: the program, as it was recorded.
         starts: see `layer_starts`.
         bounds: first layer of each stage, and the number of layers.
     """
@@ -95,7 +93,6 @@ def balanced_bounds(costs: Sequence[float], starts: Sequence[int], stages: int) 
     Each stage has one layer at least.
 
     Args:
-        starts: see `layer_starts`.
         stages: number of stages, at most as many as layers.
 
     Returns:

@@ -57,7 +57,6 @@ class QuestionForm:
     """What a request asks of its questions and their answers.
 
     Attributes:
-        top_k: largest number of answers.
         max_answer_len: longest answer, in tokens.
         handle_impossible_answer: whether "no answer" is an answer, which has no characters.
         align_to_words: whether answers begin and end with whole words.
@@ -73,7 +72,6 @@ class QuestionForm:
     doc_stride: int | None = None
 
     def check(self) -> None:
-        """Raise RequestError if a number is out of range."""
         check_count("top_k", self.top_k, MAX_ANSWERS)
         check_count("max_answer_len", self.max_answer_len, MAX_ANSWER_TOKENS)
         if self.max_seq_len is not None:

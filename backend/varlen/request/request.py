@@ -260,7 +260,6 @@ class Request:
     Attributes:
         arrival: arrival time, in seconds of the engine's clock; None is the time of submission.
         trace: gets the times of the request, if it is traced.
-        num_tokens: tokens of all prompts.
     """
 
     prompts: tuple[Prompt, ...]

@@ -100,7 +100,6 @@ class SchemaTask:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The number of each instance whose labels the model scores; -1 for classes."""
         if self.kind == "classifications":
             return (-1,)
         return range(1 if self.kind == "entities" else MOST_COUNT - 1)
@@ -149,7 +148,6 @@ class Schema:
 
     @property
     def choice_words(self) -> list[str]:
-        """The words before each text."""
         return [word for each in self.tasks for word in each.choice_words]
 
     def rows(self) -> Iterator[tuple[SchemaTask, int, Label]]:
@@ -211,7 +209,6 @@ class SchemaForm:
         """Return the entities of a row in the order of their beginnings.
 
         Args:
-            row: number of the row.
             scores: `[words · labels of all instances, columns]`, logits.
 
         Raises:
@@ -469,7 +466,6 @@ def _classification(at: str, value: object) -> SchemaTask:
 
 
 def _task(at: str, task: SchemaTask) -> SchemaTask:
-    """Return a task whose labels are checked."""
     names = [label.name for label in task.labels]
     if not names:
         raise RequestError(f"{at} has no labels; allowed: one or more")

@@ -49,7 +49,6 @@ class Span:
 
     Attributes:
         start, end: its first character, and the one behind its last.
-        text: its characters.
         score: probability of the label.
     """
 
@@ -66,7 +65,6 @@ class SpanForm:
 
     Attributes:
         texts: the text of each row.
-        labels: labels, each once.
         threshold: scores above it count.
         flat_ner: whether no two spans share a word; else one may contain the other.
         multi_label: whether a span may have several labels.
@@ -84,7 +82,6 @@ class SpanForm:
         """Return the spans of a row in the order of their beginnings.
 
         Args:
-            row: number of the row.
             scores: `[words · labels, columns]`, logits.
 
         Raises:

@@ -29,7 +29,6 @@ class Frames:
         self._file = connection.makefile("rb")
 
     def send(self, message: bytes) -> None:
-        """Send a message."""
         self._connection.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self) -> bytes:

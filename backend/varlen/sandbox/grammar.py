@@ -57,7 +57,6 @@ class GrammarServer:
         """Load the tokens.
 
         Args:
-            tokenizer: the checkpoint's tokenizer as JSON.
             num_tokens: number of tokens that a mask has.
 
         Raises:

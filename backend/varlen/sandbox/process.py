@@ -92,7 +92,6 @@ class Sandbox:
                 raise
 
     def close(self) -> None:
-        """End the host and its processes."""
         with self._lock:
             self.is_closed = True
             for process in [*self._processes]:
@@ -174,13 +173,11 @@ class _Host:
         return pid
 
     def end(self, pid: int) -> int | None:
-        """End a process; return its exit code, None if it is none of this host."""
         self._control.send(_encoded({"end": pid}))
         code: int | None = self._receive()["code"]
         return code
 
     def close(self) -> None:
-        """End the host."""
         self._end()
 
     def _receive(self) -> dict[str, Any]:

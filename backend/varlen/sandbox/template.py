@@ -30,7 +30,6 @@ class TemplateServer:
 
         Args:
             special_tokens: texts of special tokens by name, such as `bos_token`.
-            max_characters: longest text of a prompt.
         """
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)

@@ -33,11 +33,7 @@ _NO_WORK = Work(0, 0, 0.0)
 
 
 class Admission:
-    """Counts waiting work, and refuses requests beyond a limit or too late.
-
-    Attributes:
-        slots: number of batches that run at the same time.
-    """
+    """Counts waiting work, and refuses requests beyond a limit or too late."""
 
     def __init__(self, max_requests: int, max_tokens: int, *, slots: int = 1) -> None:
         """Start with an empty queue.

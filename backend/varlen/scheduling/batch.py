@@ -77,7 +77,6 @@ class Batch:
     Attributes:
         sequences: one or more sequences, in any order.
         shape: sizes that decide the cost.
-        seconds: expected run time.
         reason: reason for these sequences, for the log.
         chunks: the tokens of each sequence in a step of generation, in its order; chunks of one token come first. Empty
             if each sequence runs all its tokens and then ends.
@@ -98,12 +97,10 @@ class Batch:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompt of each sequence."""
         return [sequence.prompt for sequence in self.sequences]
 
     @property
     def options(self) -> list[RequestOptions]:
-        """The options of each sequence."""
         return [sequence.options for sequence in self.sequences]
 
     @property
@@ -115,7 +112,6 @@ class Batch:
 
     @property
     def num_logit_rows(self) -> int:
-        """Number of rows of logits."""
         return sum([chunk.beams or len(chunk.samples) for chunk in self.chunks])
 
     @property

@@ -61,7 +61,6 @@ class SearchRules(NamedTuple):
         is_last: whether the token that is chosen is the last one.
         ends_when_full: whether it ends once there are as many answers as beams.
         forced: the only token that may come; None if there is a choice.
-        end_ids: tokens that end an answer.
         banned: `[banned]` int32, tokens that may not come.
         divisor: length penalty of an answer that ends with this token.
         best_divisor: length penalty of the best answer that a beam may still become.

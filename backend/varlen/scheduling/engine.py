@@ -154,7 +154,6 @@ class Engine:
         self._thread = Thread(target=self._loop, name="varlen-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the engine's thread."""
         self._thread.start()
 
     def submit(self, request: Request, reply: Reply) -> None:

@@ -45,7 +45,6 @@ class RequestState:
         arrival: arrival time of the request, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
-        sequences: one per prompt, or per sample of a prompt, in order; empty once it is answered.
         seconds_per_token: expected run time of its sequences, by token.
         unfinished: number of sequences that are not finished.
         started: whether any sequence has run or runs.
@@ -92,7 +91,6 @@ class SequenceState:
 
     Attributes:
         row: its row in the answer.
-        status: set by `finish`, and by the scheduler.
     """
 
     request: RequestState
@@ -108,7 +106,6 @@ class SequenceState:
 
     @property
     def options(self) -> RequestOptions:
-        """Options of its request."""
         return self.request.request.options
 
     def finish(self) -> None:
@@ -164,7 +161,6 @@ class GeneratedSequence(SequenceState):
 
     @property
     def generation(self) -> GenerationOptions:
-        """Generation options of its request."""
         options = self.options.generation
         assert options is not None
         return options

@@ -127,7 +127,6 @@ class MemoryTrimmer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -148,7 +147,6 @@ def start_exporter(
     """Return the metrics' exporter, or None when the server runs without metrics.
 
     Args:
-        args: arguments of `initialize`.
         stats, snapshot, adapters: see `Exporter`.
     """
     families: dict[Metric, pb_utils.MetricFamily] = {}

@@ -376,7 +376,6 @@ class Outbox:
         self._queue.put(reply)
 
     def close(self) -> None:
-        """Send what is queued and stop the threads."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

@@ -140,7 +140,6 @@ class _Pool:
     """The python backend's pool of this process.
 
     Attributes:
-        size: size in bytes.
         step: step in which it grows, in bytes: the server's option shm-growth-byte-size.
     """
 

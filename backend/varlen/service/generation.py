@@ -135,7 +135,6 @@ class GeneratorParts:
         gpu: int,
         isolated: bool,
     ) -> "Service[GeneratorParts]":
-        """Return the model, warmed up; see `Kind`."""
         torch.set_num_threads(config.threads or usable_cores())
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
@@ -217,7 +216,6 @@ class GeneratorParts:
         return draft.and_then(TokenizationTask(sum(map(len, options.bad_words)), tokenize))
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or once its grammar is compiled; see `Kind`."""
         options = request.options.generation
         assert options is not None
         if request.options.adapter:
@@ -245,7 +243,6 @@ class GeneratorParts:
                 )
 
     def metrics(self) -> MetricsSnapshot:
-        """Return the values of gauges and totals of this kind of model. From any thread."""
         info = self.runner.info
         counts = self.scheduler.snapshot()
         grammars = self.grammars.use()
@@ -276,7 +273,6 @@ class GeneratorParts:
         self.runner.close()
 
     def log_loaded(self, checkpoint: Checkpoint, config: EngineConfig, seconds: float) -> None:
-        """Log what was loaded in this time."""
         info, task = self.runner.info, _task_of(checkpoint)
         _log.info(
             "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
@@ -309,7 +305,6 @@ def _new_intake(
     info: ModelInfo,
     template: ChatTemplate | None,
 ) -> Intake:
-    """Return the checks of prompts."""
     longest = info.max_sequence_tokens
     limits = InputLimits(
         max_sequence_tokens=longest,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.cache.flights import JoinLimits
-from varlen.cache.response_cache import CacheUse, ResponseCache
+from varlen.cache.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.pair_template import ChatPairTemplate, FormPairTemplate
@@ -58,7 +57,6 @@ class TermLookup:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, task: Task) -> "TermLookup | None":
-        """Return the table of a checkpoint for a task, None without one."""
         router = checkpoint.router
         if router is None or task != "sparse_embed":
             return None
@@ -72,7 +70,6 @@ class TermLookup:
         return type(request.prompts[0].payload) is Terms
 
     def answer(self, request: Request, reply: Reply) -> None:
-        """Answer a request."""
         for row, prompt in enumerate(request.prompts):
             reply.send(row, self.terms(prompt))
         reply.finish()
@@ -112,7 +109,6 @@ class EncoderParts:
         gpu: int,
         isolated: bool,
     ) -> "Service[EncoderParts]":
-        """Return the model, warmed up; see `Kind`."""
         workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
         executor = workers.new_executor()
         opened.callback(_close, executor, workers)
@@ -154,7 +150,6 @@ class EncoderParts:
         return Service(checkpoint, info.task, intake, admission, engine, executor, sandbox, model)
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, now or later; see `Kind`."""
         # an answer from elsewhere would hide that the model does not run
         is_probe = request.options.probe
         if request.options.adapter:
@@ -166,7 +161,6 @@ class EncoderParts:
         (cache or self.engine).submit(request, reply)
 
     def metrics(self) -> MetricsSnapshot:
-        """Return the values of gauges and totals of this kind of model."""
         info, cache = self.info, self.cache.use() if self.cache else CacheUse()
         return {
             SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
@@ -183,11 +177,9 @@ class EncoderParts:
         }
 
     def release(self) -> None:
-        """Stop the workers."""
         self.workers.close()
 
     def log_loaded(self, checkpoint: Checkpoint, config: EngineConfig, seconds: float) -> None:
-        """Log what was loaded in this time."""
         info = self.info
         _log.info(
             "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches of several up to %d;"

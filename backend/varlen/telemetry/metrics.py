@@ -220,12 +220,10 @@ class Stats:
             self._observed[CountedMetric.QUEUE_WAIT].extend(waits)
 
     def count_refusal(self, reason: Refusal) -> None:
-        """Count one request that is refused."""
         with self._lock:
             self._refusals[reason] += 1
 
     def count_adapter(self, name: str) -> None:
-        """Count one request for an adapter of the model."""
         with self._lock:
             self._adapters[name] += 1
 
@@ -246,12 +244,10 @@ class Stats:
             self._counts[CountedMetric.BUSY_SECONDS] += actual
 
     def count(self, metric: CountedMetric) -> None:
-        """Add one to a counter."""
         with self._lock:
             self._counts[metric] += 1
 
     def observe(self, metric: CountedMetric, value: float) -> None:
-        """Add an observation to a histogram."""
         with self._lock:
             self._observed[metric].append(value)
 
@@ -299,7 +295,6 @@ class Exporter:
             stats: counts that only this object drains.
             snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
-            adapters: names of the model's adapters.
         """
         self._stats = stats
         self._snapshot = snapshot
@@ -322,7 +317,6 @@ class Exporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._stop.set()
         self._thread.join()
 

@@ -61,7 +61,6 @@ class RequestTrace:
         self.attributes |= {"varlen.batch.sequences": sequences, "varlen.batch.tokens": tokens}
 
     def finish(self) -> None:
-        """Note that no more outputs come."""
         self.finished = time.monotonic()
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:

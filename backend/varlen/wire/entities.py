@@ -22,8 +22,6 @@ _ENTITY_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token or a word with the scores of all labels, `[labels]` fp32."""
-
     index: int
     word: str
     scores: Float32Array
@@ -34,8 +32,6 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """A token or a word with its best label."""
-
     label: str
     score: np.float32
     index: int
@@ -192,5 +188,4 @@ def _group_entity(group: list[_Labelled], rules: WordRules) -> Entity:
 
 
 def _number(score: SupportsFloat) -> float:
-    """Return an fp32 score as a short number that restores it."""
     return float(f"{float(score):.9g}")

@@ -54,7 +54,6 @@ class ResponseSpec:
     """What the responses to a request hold.
 
     Attributes:
-        rows: number of samples.
         stream: whether parts of the answer are sent as they come.
         prefix: text that each row begins with: the prompt, or nothing.
         returns: names of the outputs to send beside `text_output`.
@@ -200,7 +199,6 @@ class GeneratedAnswer:
         token_text: Callable[[int], str],
         token_bytes: TokenBytes,
     ) -> GeneratedAnswer:
-        """Return what answers a request."""
         (prompt,) = request.prompts
         options = request.options.generation
         assert options is not None
@@ -217,7 +215,6 @@ class GeneratedAnswer:
 
     @property
     def streams(self) -> bool:
-        """Whether parts are sent as they come."""
         return self.spec.stream
 
     @property
@@ -246,7 +243,6 @@ class GeneratedAnswer:
         return {"text_output": _strings(texts), **named}
 
     def _output(self, name: str, parts: Sequence[Sequence[GeneratedPart]]) -> npt.NDArray[Any]:
-        """Return an optional output, given the new parts of each row."""
         tokens = [[token_id for part in row for token_id in part.token_ids] for row in parts]
         if name == "finish_reason":
             return _strings([row.finish_reason for row in self._rows])
@@ -295,7 +291,6 @@ def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> Non
 def _prompt_step(
     tensors: Tensors, intake: Intake, variables: Mapping[str, object]
 ) -> TokenizationTask:
-    """Return the step that makes the prompt."""
     given = [name for name in PROMPTS if name in tensors]
     if len(given) != 1:
         raise RequestError(
@@ -337,7 +332,6 @@ def _text_input(tensors: Tensors, intake: Intake) -> str:
 
 
 def _chat(tensors: Tensors, variables: Mapping[str, object], intake: Intake) -> ChatText:
-    """Return chat messages, which the threads that tokenize read: they may be long."""
     text, limits = _bytes("messages", tensors), intake.limits.messages
     check_bytes("messages", len(text), limits.max_bytes)
     return ChatText(partial(_read_messages, text, limits), variables, len(text))
@@ -407,7 +401,6 @@ def _flag(tensors: Tensors, name: str, *, default: bool = False) -> bool:
 
 
 def _only(name: str, tensors: Tensors) -> Any:
-    """Return the only element of a tensor."""
     tensor = tensors[name]
     if tensor.shape != (1,):
         raise RequestError(f"{name} has shape {list(tensor.shape)}; send [1]")

@@ -96,16 +96,13 @@ class ScoreAnswer:
 
     @classmethod
     def to(cls, request: Request, pairs: ScoredPairs) -> "ScoreAnswer":
-        """Return what answers a request."""
         return cls(pairs, [prompt.num_tokens for prompt in request.prompts])
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors."""
         return 4 * len(self.pairs.rows) * len(self.pairs.names & {SCORES, LENGTHS})
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the vectors of each prompt."""
         vectors = [
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]

@@ -89,7 +89,6 @@ class ModelOutputs:
 
     @property
     def facts(self) -> TaskFacts:
-        """What holds for the task."""
         return TASKS[self.task]
 
     @property
@@ -110,7 +109,6 @@ class AnswerOptions:
     Attributes:
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
-        top_k: tokens that fill a mask.
         entities: reader of the entities of texts; None leaves them empty.
         found: rows of a task that finds parts of texts.
         long: texts that are embedded in parts.
@@ -181,7 +179,6 @@ class ArrayAnswer:
 
     @classmethod
     def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
-        """Return what answers a request with the outputs of the model's own task."""
         prompts, found = request.prompts, options.found or options.long
         num_tokens = [prompt.num_tokens for prompt in prompts]
         return cls(
@@ -217,7 +214,6 @@ class ArrayAnswer:
         return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the output of each row."""
         rows = [
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
@@ -249,7 +245,6 @@ class ArrayAnswer:
         return main
 
     def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
-        """Return an output of texts."""
         if name == "entities":
             return self._entities(main)
         if name == "tokens":
@@ -335,7 +330,6 @@ class SeveralAnswers:
     def to(
         cls, request: Request, outputs: ModelOutputs, options: AnswerOptions
     ) -> "SeveralAnswers":
-        """Return what answers a request."""
         answers: list[tuple[ArrayAnswer, Mapping[str, str]]] = []
         for task in request.options.outputs:
             if task == outputs.task:
@@ -352,12 +346,10 @@ class SeveralAnswers:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors whose shapes follow from the lengths of the rows."""
         lengths = 4 * len(self.lengths or ())
         return lengths + sum(answer.num_bytes for answer, _ in self.answers)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the output tensors by name, given the joined outputs of each row."""
         rows = [(row, split_outputs(cast(Float32Array, output))) for row, output in outputs]
         found: dict[str, npt.NDArray[Any]] = {}
         for number, (answer, names) in enumerate(self.answers):

@@ -44,7 +44,6 @@ class TokenizerAnswer:
 
     Attributes:
         has_rows: whether the shape of the tensor is `[rows, 1]`; else it is `[1]`.
-        rows: JSON text of each row.
     """
 
     output: str
@@ -54,11 +53,9 @@ class TokenizerAnswer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return sum(4 + len(row) for row in self.rows)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:  # noqa: ARG002
-        """Return the tensor by its name. The engine has no outputs for it."""
         rows = np.array(self.rows, dtype=np.object_)
         return {self.output: rows[:, None] if self.has_rows else rows}
 
@@ -94,9 +91,7 @@ def tokenizer_draft(
     """Return the draft of a request, whose steps write the answer.
 
     Args:
-        texts: texts to tokenize, or JSON lists of token ids to detokenize; `adapters` reads none of them.
         given, intake: parameters of the request, and the checks of the model.
-        answer: gets the rows.
         options: priority and deadline of the request.
 
     Raises:

@@ -43,7 +43,10 @@ PANELS: Mapping[str, Mapping[str, str]] = {
         "quantize": "Calibrate a model for int8 or int4; measure the quality.",
         "convert-pickle": "Convert pickled weights to safetensors; run none of them.",
     },
-    "Ask": {name: _ASKS[name] for name in dict.fromkeys((*_ASKED_FIRST, *_ASKS))},
+    "Ask": {
+        **{name: _ASKS[name] for name in dict.fromkeys((*_ASKED_FIRST, *_ASKS))},
+        "batch": "Answer the requests of a file; a later run goes on.",
+    },
     "Operate": {
         "status": "Print whether server and models are ready, and the load.",
         "drain": "Take a server out of service without losing a request.",
@@ -55,6 +58,7 @@ _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 # The commands of this distribution by their module.
 _OWN = {
     "generate": ("generate", "translate"),
+    "batch": ("batch",),
     "rows": ("similarity", *COMMANDS),
     "serve_http": ("serve-http",),
     "status": ("status",),
@@ -74,6 +78,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "convert-pickle": "convert pickle",
     "generate": "ask chat complete completion prompt",
     "status": "health info metrics ps ready stats top",
+    "batch": "batches bulk jobs offline run-batch",
     "drain": "down quit shutdown stop",
     **{name: command.synonyms for name, command in COMMANDS.items()},
     "clean": "cleanup clean-shared-memory shm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from varlen_client import gateway
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
 from varlen_client.cli.options import DEFAULT_URLS, print_message, usage_error
 from varlen_client.errors import InvalidUrl
+from varlen_client.gateway.tool_calls import TOOL_FORMS
 from varlen_client.transport.endpoint import Endpoint
 
 API_KEYS = "VARLEN_API_KEYS"
@@ -69,6 +70,23 @@ def check_access(host: str, api_keys: Sequence[str] | None) -> None:
         )
 
 
+def checked_settings(command: str, **settings: Any) -> gateway.GatewaySettings:
+    """Return the settings of a gateway; exit if they are wrong or it is missing."""
+    try:
+        import varlen_client.gateway.http_server  # noqa: F401
+    except ModuleNotFoundError as error:
+        usage_error(f"{command} needs {error.name}; pip install 'varlen-client[http]'")
+    try:
+        found = gateway.GatewaySettings(**settings)
+        for url, endpoint in zip(found.url, Endpoint.parse_all(found.url), strict=True):
+            if endpoint.protocol != "grpc":
+                # the server does not notice HTTP clients that leave
+                usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
+    except (InvalidUrl, ValueError) as error:
+        usage_error(str(error))
+    return found
+
+
 def serve_http(
     *,
     host: Host = LOOPBACK[0],
@@ -119,34 +137,41 @@ def serve_http(
         ),
     ] = False,
     strict: Strict = False,
+    tool_calls: Annotated[
+        str,
+        typer.Option(
+            help="Form in which models call tools; auto: what the chat template writes, none: tools are ignored,"
+            f" or one of {', '.join(TOOL_FORMS)}.",
+        ),
+    ] = "auto",
+    reasoning: Annotated[
+        str,
+        typer.Option(
+            help="auto: the reasoning of a model is the reasoning_content of its answer; none: it stays text."
+        ),
+    ] = "auto",
 ) -> None:
     """Serve a server's models to OpenAI, TEI and Cohere clients."""
-    try:
-        from varlen_client.gateway.app import create_app
-        from varlen_client.gateway.http_server import GatewayServer
-    except ModuleNotFoundError as error:
-        usage_error(f"serve-http needs {error.name}; pip install 'varlen-client[http]'")
-    try:
-        for url, endpoint in zip(urls, Endpoint.parse_all(urls), strict=True):
-            if endpoint.protocol != "grpc":
-                # the server does not notice HTTP clients that leave
-                usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
-        checked = gateway.GatewaySettings(
-            url=tuple(urls),
-            model=model,
-            api_keys=tuple(api_key or ()),
-            cors_origins=tuple(cors_origin or ()),
-            max_body_bytes=max_body_bytes,
-            max_requests=max_requests,
-            max_connections_per_address=max_connections_per_address,
-            timeout_seconds=timeout,
-            watch_seconds=watch_seconds,
-            chat_max_tokens=chat_max_tokens,
-            auto_truncate=auto_truncate,
-            strict=strict,
-        )
-    except (InvalidUrl, ValueError) as error:
-        usage_error(str(error))
+    checked = checked_settings(
+        "serve-http",
+        url=tuple(urls),
+        model=model,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=max_body_bytes,
+        max_requests=max_requests,
+        max_connections_per_address=max_connections_per_address,
+        timeout_seconds=timeout,
+        watch_seconds=watch_seconds,
+        chat_max_tokens=chat_max_tokens,
+        auto_truncate=auto_truncate,
+        strict=strict,
+        tool_calls=tool_calls,
+        reasoning=reasoning,
+    )
+    from varlen_client.gateway.app import create_app
+    from varlen_client.gateway.http_server import GatewayServer
+
     check_access(host, api_key)
     server = GatewayServer(create_app(checked), checked, host=host, port=port)
     with suppress(KeyboardInterrupt):

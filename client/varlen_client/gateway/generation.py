@@ -27,8 +27,16 @@ from varlen_client.gateway.answers import (
 )
 from varlen_client.gateway.bodies import ListOf, Object, Texts, refused_field, rows_of
 from varlen_client.gateway.json_writing import json_response
-from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.models import Gateway, NamedModel
 from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.gateway.tools import (
+    ChatReader,
+    NamedTool,
+    ToolChoice,
+    ToolRequest,
+    Tools,
+    plan_tools,
+)
 from varlen_client.gateway.unserved_fields import CHATS, COMPLETIONS, MESSAGES, PARTS
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.waits import all_or_first_error
@@ -57,19 +65,21 @@ async def completions(gateway: Gateway, body: CompletionsBody) -> Response:
         raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
     sampling = _sampling(body)
     make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
-    return await _answer(gateway, body, prompts, sampling, ("cmpl", "text_completion"), make_choice)
+    model = await gateway.models.get(body.model)
+    names = "cmpl", "text_completion"
+    return await _answer(gateway, body, model, prompts, sampling, names, make_choice)
 
 
 async def _answer(
     gateway: Gateway,
     body: SamplingBody,
+    model: NamedModel,
     prompts: Sequence[Any],
     sampling: dict[str, Any],
     names: tuple[str, str],
     make_choice: MakeChoice,
 ) -> Response:
     """Return the answers to prompts; `names` are the beginning of their id, and their kind."""
-    model = await gateway.models.get(body.model)
     sampling = {**sampling, **model.options}
     prefix, kind = names
     head = Head.new(prefix, kind, model.name, body.request_id)
@@ -166,8 +176,6 @@ MAX_MESSAGES = 4096
 # Characters of arguments that are parsed as JSON: more would hold up other requests.
 MAX_ARGUMENT_CHARACTERS = 1 << 18
 
-# Field that says which of the tools are called, by the field of the tools; the second pair has the older names.
-_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
 _NO_TOOLS = "tools are not served; the answer is text"
 # Header of an answer that does not call the tools of its request.
 WARNING_HEADER = "X-Varlen-Warning"
@@ -323,14 +331,13 @@ class ChatBody(SamplingBody):
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: Any = None
-    """Not called, and their choice cannot be forced."""
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     functions: Any = None
-    """Older name of `tools`."""
+    """Older form of `tools`, which is not called."""
     function_call: Any = None
-    parallel_tool_calls: Any = None
-    """Ignored: there are no calls."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls, the default."""
     verbosity: Any = None
     """Ignored: no chat template reads it."""
     chat_template: str | None = None
@@ -339,8 +346,8 @@ class ChatBody(SamplingBody):
     reasoning_effort: Any = None
     """Ignored: `chat_template_kwargs` sets what the chat template knows of it, such as `enable_thinking`."""
     # vLLM's
-    include_reasoning: Any = None
-    """Ignored: answers are not divided."""
+    include_reasoning: bool | None = None
+    """Whether the answer has its reasoning, the default."""
     echo: Literal[False] | None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
@@ -349,38 +356,54 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_forced_tools(cls, given: Any, info: ValidationInfo) -> Any:
+    def _without_older_tools(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
-        for tools, choice in _CHOICES.items():
-            if given.get(choice) not in (None, "", "none", "auto"):
-                raise refused_field(choice, f"is not supported: {_NO_TOOLS}; write auto")
-            if given.get(tools) and given.get(choice) != "none":
-                if info.context is None:
-                    raise refused_field(tools, f"is not supported: {_NO_TOOLS}")
-                info.context.add(tools)
+        if given.get("function_call") not in (None, "", "none", "auto"):
+            raise refused_field("function_call", "is not supported; write tool_choice and tools")
+        if given.get("functions") and given.get("function_call") != "none":
+            if info.context is None:
+                raise refused_field("functions", "is not supported; write tools")
+            info.context.add("functions")
         return given
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
-        may_call = any(
-            getattr(self, tools) and getattr(self, choice) != "none"
-            for tools, choice in _CHOICES.items()
-        )
-        return {WARNING_HEADER: _NO_TOOLS} if may_call else {}
+    def tool_request(self) -> ToolRequest:
+        """Return the tools that the answer may call.
+
+        Raises:
+            InvalidRequest: see `ToolRequest.of`.
+        """
+        functions = [each.function for each in self.tools or ()]
+        is_parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolRequest.of(functions, None, self.tool_choice.function.name, is_parallel)
+        return ToolRequest.of(functions, self.tool_choice, None, is_parallel)
 
 
 async def chat_completions(gateway: Gateway, body: ChatBody) -> Response:
     """Answer the last message of a chat."""
-    sampling = _chat_sampling(body, gateway.settings)
+    tools, sampling = body.tool_request(), _chat_sampling(body, gateway.settings)
     messages = for_template(body.messages)
+    model = await gateway.models.get(body.model)
+    plan = await plan_tools(
+        gateway.forms,
+        model.name,
+        model.client,
+        tools,
+        sampling,
+        has_reasoning=body.include_reasoning is not False,
+    )
     kind, field = "chat.completion", "message"
     if body.stream:
         kind, field = "chat.completion.chunk", "delta"
-    make_choice = partial(_chat_choice, field, body.logprobs, body.top_logprobs or 0)
-    response = await _answer(gateway, body, [messages], sampling, ("chatcmpl", kind), make_choice)
-    response.headers.update(body.headers)
+    make_choice = partial(_chat_choice, field, plan.reader, body.logprobs, body.top_logprobs or 0)
+    with plan.naming_schemas():
+        response = await _answer(
+            gateway, body, model, [messages], plan.sampling, ("chatcmpl", kind), make_choice
+        )
+    has_older = body.functions and body.function_call != "none"
+    if plan.ignores_tools or has_older:
+        response.headers[WARNING_HEADER] = _NO_TOOLS
     return response
 
 
@@ -419,6 +442,7 @@ def template_variables(
 
 def _chat_choice(
     field: str,
+    reader: ChatReader | None,
     has_logprobs: bool,
     top: int,
     index: int,
@@ -427,11 +451,12 @@ def _chat_choice(
 ) -> dict[str, Any]:
     """Return a choice with its text in `field`; the first part has the role."""
     role = {"role": "assistant"} if sent is None else {}
-    return {
-        "index": index,
-        field: {**role, "content": part.text},
-        **_ending(part, has_logprobs, top),
-    }
+    said: dict[str, Any] = {"content": part.text}
+    ending = _ending(part, has_logprobs, top)
+    if reader is not None:
+        said, ending["finish_reason"] = reader.fields(index, part, is_whole=field == "message")
+        said = {"content": "", **said} if sent is None else said
+    return {"index": index, field: {**role, **said}, **ending}
 
 
 def _ending(part: Generation | GeneratedPart, has_logprobs: bool, top: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from varlen_client.errors import InvalidRequest, ModelNotFound, ServerUnavailabl
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.bodies import AND_ADAPTER, Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics
+from varlen_client.gateway.tools import ChatForms
 from varlen_client.tasks.row_task import RowTask
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy
@@ -338,11 +339,12 @@ async def read_query_model(
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What routes need: the models, the settings, and where to count tokens."""
+    """What routes need: models, settings, metrics, and the forms of answers."""
 
     models: Models
     settings: GatewaySettings
     metrics: GatewayMetrics
+    forms: ChatForms
 
     @property
     def ignore_fields(self) -> Ignore | None:
@@ -398,4 +400,5 @@ class Gateway:
                 watch_seconds=settings.watch_seconds,
             )
 
-        return cls(Models(settings.model, connect or over_grpc), settings, GatewayMetrics())
+        models = Models(settings.model, connect or over_grpc)
+        return cls(models, settings, GatewayMetrics(), ChatForms(settings))

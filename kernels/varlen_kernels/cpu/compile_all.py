@@ -57,9 +57,7 @@ class _Part:
     """The work for one level.
 
     Attributes:
-        level: its name.
         place: number of the level and of all levels, such as "1 of 4".
-        processes: number of processes.
         ops: names of the functions; None for all.
     """
 
@@ -74,7 +72,6 @@ def compile_all(levels: Sequence[str], ops: Sequence[str] | None = None) -> tupl
 
     Args:
         levels: names of levels. They are compiled at the same time if each has a process, else one after another.
-        ops: names of functions; None for all.
 
     Raises:
         RuntimeError: a function does not exist, or cannot be compiled or stored here.
@@ -184,7 +181,6 @@ def _missing(names: Iterable[str]) -> list[str]:
 
 
 def _compile_level(part: _Part) -> tuple[str, ...]:
-    """Compile the ops of a level; return the names of the functions."""
     most = part.processes if part.ops is None else min(part.processes, len(part.ops))
     processes = ProcessPoolExecutor(most, get_context("spawn"), _choose, (part.level,))
     try:

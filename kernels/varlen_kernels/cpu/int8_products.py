@@ -122,7 +122,6 @@ def _fastest_product() -> Int8Product:
 
 
 def _levels(kernel: Int8Kernel) -> int:
-    """Return the largest code whose sums are exact, or 0."""
     if kernel == "linear_int8_panels":
         return panel_levels()
     if kernel == "linear_int8_packed":

@@ -41,7 +41,6 @@ class BeamCandidates(NamedTuple):
 
     @classmethod
     def empty(cls, sequences: int, width: int, device: torch.device) -> "BeamCandidates":
-        """Return uninitialised tensors for `width` candidates of each sequence."""
         shape = (sequences, width)
         return cls(
             tokens=torch.empty(shape, dtype=torch.int32, device=device),

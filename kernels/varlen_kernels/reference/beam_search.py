@@ -67,7 +67,6 @@ class SearchState(NamedTuple):
         Args:
             beam_slots: largest number of beams at the same time.
             blocks: longest block table.
-            device: device of the logits.
         """
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -144,7 +143,6 @@ def follow_beams(
         slots: `[rows]` int64, block · block_size + place of each token; written for beams.
         copies: `[beams, 2]` int32, written: block to copy and its copy, before the model; a block of one beam alone is
             copied to itself where there is nothing to copy.
-        block_size: tokens of a block.
     """
     for first_row, beams, length, first_beam in searches.tolist():
         at = beam_slots[first_beam : first_beam + beams].long()
@@ -197,7 +195,6 @@ def advance_searches(
             may become.
         ends: `[ends]` int32, end tokens of all searches.
         state: changed, except for the tables. A search whose beams get their first token begins.
-        out: written.
     """
     rows = [each.tolist() for each in found]
     for index, search in enumerate(searches.tolist()):

@@ -39,7 +39,6 @@ def bidirectional_lstm(
         input_weight: `[2, 4 · hidden, features]`, of each direction.
         hidden_weight: `[2, 4 · hidden, hidden]`.
         bias: `[2, 2, 4 · hidden]`: of each direction, the bias of inputs, then of states.
-        cu_seqlens: `[sequences + 1]` int32.
 
     Source: Hochreiter, Schmidhuber 1997; the forget gate of Gers et al. 1999.
     """

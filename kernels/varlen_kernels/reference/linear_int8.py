@@ -144,7 +144,6 @@ def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> T
 
     Args:
         x: `[tokens, hidden]` fp32.
-        layer: its weight and bias.
     """
     rows = quantize_rows(x, layer.outliers, layer.levels)
     # sums stay below 2**53, so float64 holds them exactly

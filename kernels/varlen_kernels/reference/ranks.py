@@ -36,8 +36,6 @@ def all_reduce(
     Args:
         x: `[rows, columns]` fp32 or bf16, a part of the sum.
         ranks: `[rank_words(size)]` int64, memory of all ranks.
-        rank: number of this rank.
-        size: number of ranks.
         out: `[rows, columns]`; may be `x`.
     """
     out = torch.empty_like(x) if out is None else out

@@ -18,7 +18,6 @@ def masked_softmax(
     Args:
         x: `[batch, num_heads, queries, keys]`.
         seqlens: `[batch]` int32, the number of keys of each sequence; later keys are padding.
-        scale: factor of the scores.
         causal: whether query i reads only keys 0 to i + keys - queries.
     """
     queries, keys = x.shape[-2:]

@@ -1,7 +1,8 @@
-"""Activations in one pass, with a bias or as a gate: GELU, ReLU or SiLU.
+"""Activations in one pass, with a bias, as a gate, or in a matrix product.
 
 One program owns ROWS tokens by BLOCK features of the output, and loads the bias of these features once. One tensor
-holds a gate and what it multiplies.
+holds a gate and what it multiplies. cuBLASLt computes ReLU and the tanh form of GELU on results that are still in
+registers, which saves reading and writing them once more. Its GELU has no exact (erf) form.
 Source: Hendrycks, Gimpel 2016, arXiv:1606.08415; Shazeer 2020, arXiv:2002.05202 (gates).
 """
 
@@ -10,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels import Activation
+from varlen_kernels import IN_EPILOGUE, Activation
+from varlen_kernels.reference import linear
 from varlen_kernels.triton.checks import (
     check_dtype,
     check_out,
@@ -148,7 +150,6 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
 
 
 def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tensor) -> None:
-    """Launch the kernel unless there is nothing to compute."""
     tokens, features = out.shape
     if out.numel() == 0:
         return
@@ -173,3 +174,26 @@ def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tens
 def candidate_launches(features: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(features, vector_width(dtype, features))
+
+
+def linear_activate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, see `reference.linear_activate`.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or rows are not contiguous.
+    """
+    # on a CPU, torch's product computes the exact GELU
+    if not x.is_cuda or bias is None or kind not in IN_EPILOGUE:
+        product = linear(x, weight, bias, out=out)
+        return activate(product, kind=kind, out=product)
+    if out is None:
+        out = x.new_empty(len(x), weight.shape[1])
+    torch.ops.aten._addmm_activation.out(bias, x, weight, use_gelu=kind == "gelu_tanh", out=out)
+    return out

@@ -343,7 +343,6 @@ def resident_programs(head_dim: int, dtype: torch.dtype, launch: Launch) -> int:
 
     Args:
         dtype: dtype of the caches.
-        launch: one of `candidate_launches`.
     """
     block_n, num_warps, num_stages = (launch[name] for name in _TILE_NAMES)
     return _tiles_of(head_dim, dtype)[block_n, num_warps, num_stages]

@@ -205,7 +205,6 @@ def _launch(
     sum_out: Tensor | None = None,
     is_centered: bool = True,
 ) -> None:
-    """Check the arguments of `op` and launch the kernel."""
     check_rows(x, residual=residual, sum_out=sum_out)
     check_dtype(weight=weight)
     check_out(out, x.shape, weight.dtype)

@@ -149,5 +149,4 @@ def tile_launches(width: int, vector: int) -> list[Launch]:
 
 
 def _padded(width: int, block: int) -> int:
-    """Return `width` rounded up to whole tiles."""
     return triton.cdiv(width, block) * block if block else width

@@ -31,7 +31,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _max_row(tiles):
-    """Return the maximum of each row, [ROWS, 1]."""
     maximum = tiles[0]
     for i in tl.static_range(1, len(tiles)):
         maximum = tl.maximum(maximum, tiles[i])

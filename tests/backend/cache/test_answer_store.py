@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.cache.answer_store import ENTRY_BYTES, AnswerStore, CachedAnswer
+from varlen.cache.response_cache import ENTRY_BYTES, AnswerStore, CachedAnswer
 
 
 @settings(max_examples=200)

@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 from tests.backend.fakes.engine_parts import Clock, FakeReply
 from tests.backend.requests import prompt_of, request_of
 from tests.threads import run_in_threads
-from varlen.cache.answer_store import ENTRY_BYTES
-from varlen.cache.flights import JoinLimits
-from varlen.cache.response_cache import CacheUse, ResponseCache
+from varlen.cache.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
 from varlen.errors import (
     DeadlineError,
     EngineError,

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.chunk import MappedChunk
-from varlen.memory.cuda_memory import CudaMemory
+from varlen.memory.chunk import CudaMemory, MappedChunk
 
 from .address_space import FakeSpace
 

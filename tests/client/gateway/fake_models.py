@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from varlen_client.errors import ServerUnavailable
+from varlen_client.errors import InvalidRequest, ServerUnavailable
 from varlen_client.gateway.pooling import Classes
+from varlen_client.gateway.tool_calls import PROBE_CHAT
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.tasks.extraction import Span
 from varlen_client.tasks.labels import RANK, RERANK, Ranking
@@ -71,8 +72,18 @@ class Calls:
     """Names of the inputs in each model's config."""
     prompt: str = ""
     """Put before each text that is tokenized."""
+    render: Callable | None = None
+    """Makes the prompt of a chat with variables, as its chat template does; None refuses chats with calls."""
+    special_tokens: tuple = ()
+    """Texts of special tokens."""
+    texts: tuple = ()
+    """Texts of the parts of each answer to a chat, in place of numbers."""
+    end: str = "stop"
+    """Why the last of them ends."""
     adapters: dict = field(default_factory=dict)
     """Adapters of each model, with reasons, or the error instead of them; only these models are of varlen."""
+    asked_forms: int = 0
+    """Number of chats that were rendered for their form."""
     asked_adapters: list = field(default_factory=list)
     """Names of the models whose adapters were asked for."""
     running: int = 0
@@ -176,12 +187,25 @@ class FakeClient:
         return answer, sum(map(len, texts)) if self.calls.counts_tokens else None
 
     async def tokenize(self, inputs, *, timeout=None, **options):
+        if inputs[0][:1] == PROBE_CHAT[:1]:
+            if self.calls.render is None:
+                raise InvalidRequest("the chat template of this model refuses the messages")
+            prompt = self.calls.render(inputs[0], **options["chat_template_kwargs"])
+            self.calls.asked_forms += 1
+            return [self._tokens(prompt)]
         await self._answer("tokenize", inputs, _given(options))
         return [self._tokens(row) for row in inputs]
 
     async def detokenize(self, inputs, *, timeout=None, **options):
+        if inputs[0][:1] == (1,):
+            return [self._visible("".join(map(chr, row[1:])), **options) for row in inputs]
         await self._answer("detokenize", inputs, _given(options))
         return ["".join(map(chr, row)) for row in inputs]
+
+    def _visible(self, text, skip_special_tokens=True):
+        for each in self.calls.special_tokens if skip_special_tokens else ():
+            text = text.replace(each, "")
+        return text
 
     def _tokens(self, row):
         """Return a token for each character, behind a special one and the prompt."""
@@ -225,7 +249,7 @@ class FakeClient:
             Generation(
                 "".join(part[row].text for part in parts),
                 tuple(i for part in parts for i in part[row].token_ids),
-                "length",
+                parts[-1][row].finish_reason if self.calls.texts else "length",
                 7,
                 tuple(each for part in parts for each in part[row].logprobs),
                 tuple(each for part in parts for each in part[row].token_texts),
@@ -236,6 +260,17 @@ class FakeClient:
 
     async def stream_samples(self, prompt, n, *, timeout=None, **sampling):
         self.calls.received.append((self.name, "generate", prompt, sampling))
+        for at, text in enumerate(self.calls.texts, start=1):
+            await self._wait()
+            if self.calls.failure:
+                raise self.calls.failure
+            skips = sampling.get("skip_special_tokens", True)
+            shown = self._visible(text, skip_special_tokens=skips)
+            end = self.calls.end if at == len(self.calls.texts) else None
+            reported = self._reported(0, at, shown, sampling)
+            yield [GeneratedPart(shown, (at,), end, num_prompt_tokens=7, **reported)] * n
+        if self.calls.texts:
+            return
         tokens = sampling.get("max_tokens", 4)
         for _ in range(self.calls.empty_parts):
             yield [GeneratedPart("", (), num_prompt_tokens=7) for _ in range(n)]

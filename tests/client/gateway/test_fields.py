@@ -13,6 +13,7 @@ from varlen_client.gateway.sampling import MAX_REQUEST_ID_CHARACTERS, StreamOpti
 from .fake_models import Calls, FakeClient
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES = {
     COMPLETION: {"model": "writer", "prompt": "a"},
@@ -114,14 +115,14 @@ NO_EFFECT = [
     ((COMPLETION,), {"echo": False, "suffix": None, "add_special_tokens": True}),
     ((COMPLETION,), {"suffix": "", "prompt_embeds": None}),
     ((CHAT,), {"parallel_tool_calls": False, "reasoning_effort": "low"}),
-    ((CHAT,), {"tools": [{"type": "function"}], "parallel_tool_calls": True}),
-    ((CHAT,), {"tools": [{"type": "function"}], "tool_choice": "auto"}),
+    ((CHAT,), {"tools": TOOLS, "parallel_tool_calls": True}),
+    ((CHAT,), {"tools": TOOLS, "tool_choice": "auto"}),
     ((CHAT,), {"functions": [{"name": "f"}], "function_call": "auto"}),
     # of Qwen's clients, OpenRouter and LobeChat
     ((CHAT,), {"enable_thinking": False, "thinking_budget": 100, "plugins": []}),
     (BOTH, {"provider": {"order": ["a"]}, "transforms": ["middle-out"], "route": "fallback"}),
     (BOTH, {"models": ["a", "b"], "usage": {"include": True}}),
-    ((CHAT,), {"tools": [{"type": "function"}], "tool_choice": "none"}),
+    ((CHAT,), {"tools": TOOLS, "tool_choice": "none"}),
     ((CHAT,), {"functions": [{"name": "f"}], "function_call": "none"}),
     ((CHAT,), {"tools": [], "functions": []}),
     ((CHAT,), {"prediction": None, "audio": None, "web_search_options": None}),
@@ -191,9 +192,18 @@ REFUSED = [
     ((COMPLETION,), {"echo": True, "prompt": [5]}, "echo is True with a prompt of token ids"),
     ((COMPLETION,), {"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
     *(
-        ((CHAT,), {tools: [{}], choice: forced}, f"{choice} is not supported: tools are not served")
-        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call"))
+        (
+            (CHAT,),
+            {"tools": TOOLS, "tool_choice": forced},
+            "forces a call, and the chat template of",
+        )
         for forced in ("required", {"type": "function", "function": {"name": "f"}})
+    ),
+    ((CHAT,), {"tools": [{}]}, "tools.0.type: Field required"),
+    (
+        (CHAT,),
+        {"functions": [{}], "function_call": {"name": "f"}},
+        "function_call is not supported",
     ),
     ((CHAT,), {"modalities": ["text", "audio"]}, "modalities is not supported: answers are text"),
     (

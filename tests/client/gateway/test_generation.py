@@ -10,6 +10,7 @@ from varlen_client.errors import DeadlineMissed, InvalidRequest, ServerError
 from varlen_client.gateway.answers import numbered
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def events_of(response):
@@ -148,10 +149,10 @@ def test_messages_have_the_fields_that_templates_read(post, calls):
 @pytest.mark.parametrize(
     "fields, warns",
     [
-        ({"tools": [{"type": "function"}]}, True),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, True),
+        ({"tools": TOOLS}, True),
+        ({"tools": TOOLS, "tool_choice": "auto"}, True),
         ({"functions": [{"name": "f"}]}, True),
-        ({"tools": [{"type": "function"}], "tool_choice": "none"}, False),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
         ({"tools": [], "tool_choice": "auto"}, False),
     ],
     ids=str,

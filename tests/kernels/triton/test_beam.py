@@ -15,8 +15,7 @@ from varlen_kernels import tuning
 from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
 from varlen_kernels.reference.beam import beam_step as reference
 from varlen_kernels.triton import beam_edits
-from varlen_kernels.triton.beam import beam_step
-from varlen_kernels.triton.beam_chunks import launch_key
+from varlen_kernels.triton.beam import beam_step, launch_key
 
 from .guards import Guarded
 

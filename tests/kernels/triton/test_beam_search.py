@@ -6,8 +6,7 @@ import torch
 from tests.kernels.beam_searches import BLOCK_SIZE, Searches, new_state
 from varlen_kernels import reference
 from varlen_kernels.reference.beam_search import SearchResults
-from varlen_kernels.triton.advance_searches import advance_searches
-from varlen_kernels.triton.follow_beams import follow_beams
+from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 
 
 def moved(tensors, device):

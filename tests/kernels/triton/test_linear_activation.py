@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from varlen_kernels import reference
-from varlen_kernels.triton.linear_activation import linear_activate
+from varlen_kernels.triton.activation import linear_activate
 
 from .compare import DTYPES, assert_close, rand
 from .guards import write_guarded

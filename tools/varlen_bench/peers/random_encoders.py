@@ -27,22 +27,26 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "hidden_act": "gelu_new",
         },
     ),
-    "deberta-v3-small": (
-        "DebertaV2Config",
-        {
-            "hidden_size": 768,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "relative_attention": True,
-            "position_buckets": 256,
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-            "type_vocab_size": 0,
-        },
-    ),
+    "bert-base": ("BertConfig", {}),
+    **{
+        f"deberta-v3-{size}": (
+            "DebertaV2Config",
+            {
+                "hidden_size": 768,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 12,
+                "intermediate_size": 3072,
+                "relative_attention": True,
+                "position_buckets": 256,
+                "norm_rel_ebd": "layer_norm",
+                "share_att_key": True,
+                "pos_att_type": ["p2c", "c2p"],
+                "position_biased_input": False,
+                "type_vocab_size": 0,
+            },
+        )
+        for size, layers in (("small", 6), ("base", 12))
+    },
     "distilbert-base": ("DistilBertConfig", {}),
     # its own special tokens are past the end of most vocabularies
     "modernbert-base": (
@@ -68,6 +72,10 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mpnet-base": ("MPNetConfig", {"max_position_embeddings": 514}),
     "nomic-embed-text": ("NomicBertConfig", {}),
     "roberta-base": ("RobertaConfig", {"max_position_embeddings": 514, "type_vocab_size": 1}),
+    "xlm-roberta-base": (
+        "XLMRobertaConfig",
+        {"max_position_embeddings": 514, "type_vocab_size": 1},
+    ),
 }
 RANDOM_ENCODERS = tuple(_ENCODERS)
 

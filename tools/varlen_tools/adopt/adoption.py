@@ -24,8 +24,14 @@ from varlen_tools.adopt import existing as existing_model
 from varlen_tools.adopt.existing import Existing, Request
 from varlen_tools.adopt.load import Measured
 from varlen_tools.adopt.session import Session, open_session
-from varlen_tools.adopt.side import ModelSide, existing_side, our_dtype, our_side
-from varlen_tools.adopt.view import with_parts, write_view
+from varlen_tools.adopt.view import (
+    ModelSide,
+    existing_side,
+    our_dtype,
+    our_side,
+    with_parts,
+    write_view,
+)
 from varlen_tools.adopt.wish import AdoptError, Wish
 from varlen_tools.doctor.comparison import Comparison, compare_values
 from varlen_tools.fetch import FetchError, check_arguments, fetch, staging_parent
@@ -76,7 +82,6 @@ class Adoption:
 
     @property
     def agrees(self) -> bool:
-        """Whether the answers agree in each dtype."""
         return all(each.comparison.agrees for each in self.candidates)
 
 
@@ -276,7 +281,6 @@ def _publish(made: Path, target: Path) -> None:
 
 
 def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> list[Request]:
-    """Return the request of each text to a model."""
     tokenizer = Tokenizer.from_buffer(read_bytes(checkpoint.folder, TOKENIZER))
     tokenizer.no_padding()
     return [model.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in texts]

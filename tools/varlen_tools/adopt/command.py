@@ -15,7 +15,7 @@ from varlen_tools.options import with_options
 if TYPE_CHECKING:
     from varlen_tools.adopt.adoption import Adoption, Candidate
     from varlen_tools.adopt.load import Measured
-    from varlen_tools.adopt.side import ModelSide
+    from varlen_tools.adopt.view import ModelSide
 
 
 @with_options(Wish)

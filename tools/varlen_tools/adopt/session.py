@@ -29,14 +29,12 @@ class Session:
     client: InferenceServerClient
 
     def read(self, model: str, output: str | None) -> Existing:
-        """Return how a model is asked, by what the server says of it; see `read_existing`."""
         metadata = self.client.get_model_metadata(model, as_json=True)
         given = self.config(model).get("input", ())
         optional = [each["name"] for each in given if each.get("optional")]
         return read_existing(model, metadata, optional, output)
 
     def config(self, model: str) -> Mapping[str, Any]:
-        """Return the configuration of a model, completed by the server."""
         found: Mapping[str, Any] = self.client.get_model_config(model, as_json=True)["config"]
         return found
 
@@ -59,7 +57,6 @@ class Session:
     def measure(
         self, models: Sequence[Sequence[Request]], concurrency: int, seconds: float
     ) -> list[Measured]:
-        """Return what models do under load; see `compare_loads`."""
         loads = compare_loads(self.address, models, concurrency=concurrency, seconds=seconds)
         return asyncio.run(loads)
 

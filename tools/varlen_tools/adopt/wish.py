@@ -72,14 +72,12 @@ class Wish:
 
     @cached_property
     def parameters(self) -> Mapping[str, str]:
-        """Engine parameters of the new model."""
         from varlen_tools.model_source import parse_settings
 
         return ({"task": self.task} if self.task else {}) | parse_settings(self.settings)
 
     @cached_property
     def sent_texts(self) -> Sequence[str]:
-        """Texts of the comparison and of the load."""
         from varlen.execution.int8.calibration_texts import TEXTS
         from varlen_tools.quantize import read_texts
 

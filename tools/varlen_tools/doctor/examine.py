@@ -192,7 +192,6 @@ def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
 
 
 def _needs_sentences(task: Task, checkpoint: Checkpoint) -> bool:
-    """Return whether sentence-transformers gives the answers of a task."""
     return TASKS[task].takes_prompts or checkpoint.logit_score is not None
 
 
@@ -301,7 +300,6 @@ def _compare_scores(
 def _sentence_answers(
     folder: Path, task: Task, inputs: Sequence[Text], limit: int
 ) -> list[Float32Array]:
-    """Return the answers of sentence-transformers."""
     if task == "rerank":
         return pair_scores(folder, inputs, limit)
     texts = [text for text in inputs if isinstance(text, str)]

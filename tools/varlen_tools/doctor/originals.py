@@ -88,7 +88,6 @@ class Transformers:
         )
 
     def set_adapter(self, folder: Path) -> None:
-        """Let peft merge the adapter of a folder into models from now on."""
         self._adapter = folder
 
     def check_comparable(self, task: Task) -> None:
@@ -230,7 +229,6 @@ def pair_scores(folder: Path, pairs: Sequence[Text], limit: int) -> list[Float32
 
 
 def _load(kind: str, folder: Path) -> Any:
-    """Return a model of a class of sentence-transformers, in fp32 on the CPU."""
     import sentence_transformers
 
     return getattr(sentence_transformers, kind)(

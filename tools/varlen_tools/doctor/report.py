@@ -74,11 +74,9 @@ class Report:
         return self.verdict in ("agrees", "differs") and not self.missing
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
         return {"verdict": self.verdict, "summary": self.summary, **asdict(self)}
 
     def print(self, console: Console) -> None:
-        """Print the report for people."""
         console.print(
             f"[bold]{escape(self.model)}[/bold]: [{_COLOURS[self.verdict]}]{escape(self.summary)}",
             soft_wrap=True,

@@ -35,7 +35,6 @@ class Profile:
 
     @classmethod
     def of(cls, name: str, costs: StoredCosts) -> Profile:
-        """Return the profile of measured costs."""
         key = costs.key
         execution: Execution = "padded" if key["execution"] == "padded" else "packed"
         model = costs.measurement.model(execution)
@@ -55,13 +54,11 @@ class Profile:
         return cls(name, costs, lengths, counts, np.array(seconds), np.array(is_allowed), batches)
 
     def grids(self) -> dict[str, NDArray[np.float64]]:
-        """Return the predicted costs by title, `[lengths, counts]` each."""
         return {
             "milliseconds per batch": 1e3 * self.seconds,
             "microseconds per token": 1e6 * self.seconds / np.outer(self.lengths, self.counts),
         }
 
     def median_error(self) -> float:
-        """Return the median relative error of the predictions."""
         errors = [abs(predicted / batch.seconds - 1) for batch, predicted in self.batches]
         return float(np.median(errors))

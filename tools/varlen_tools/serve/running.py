@@ -119,7 +119,6 @@ class _Gateway(GatewayServer):
     """The gateway, which shows that it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop once the requests in progress are answered."""
         with _showing(f"ending: requests in progress have up to {GRACE_SECONDS} s"):
             await super().shutdown(sockets)
 
@@ -159,7 +158,6 @@ def _is_terminal() -> bool:
 
 @contextlib.contextmanager
 def _shown_end(server: LocalServer) -> Iterator[None]:
-    """End a server with the block, and show that it ends."""
     try:
         yield
     finally:

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from varlen.decoding.grammar.compiled_grammar import (
     Background,
     CompiledGrammar,
+    Matcher,
     await_processes,
     refusal,
 )
-from varlen.decoding.grammar.grammar_matcher import Matcher
 from varlen.errors import EngineError, QueueFullError, RequestError, VarlenError
 from varlen.sandbox.process import Sandbox
 
@@ -35,7 +35,6 @@ class GrammarHold:
 
     @property
     def num_characters(self) -> int:
-        """Length of the grammar."""
         return len(self._content)
 
     def take(self) -> bool:
@@ -45,11 +44,7 @@ class GrammarHold:
         return self._grammar is not None and self._grammar.is_compiled
 
     def compile(self, *, wait_seconds: float) -> bool:
-        """Hold the grammar, and compile it; return whether it is compiled.
-
-        Args:
-            wait_seconds: longest time to wait for the process.
-        """
+        """Hold the grammar, and compile it; return whether it is compiled."""
         if self._grammar is None:
             self._grammar = self._grammars.held(self._content)
         found = self._grammar
@@ -91,7 +86,6 @@ class GrammarUse(NamedTuple):
     Attributes:
         held_bytes: private memory of their processes.
         grammars: number of processes.
-        started: number of processes that were started.
         evictions: number of compiled grammars whose processes were ended to free memory.
     """
 
@@ -184,12 +178,10 @@ class Grammars:
             return found
 
     def let_go(self, found: CompiledGrammar) -> None:
-        """End the hold of a request."""
         found.let_go()
         self._update()
 
     def use(self) -> GrammarUse:
-        """Return memory and number of the compiled grammars, and totals."""
         self._update()
         with self._lock:
             held = [each for each in self._grammars.values() if each.error is None]
@@ -232,7 +224,6 @@ class Grammars:
             self._start_waiting()
 
     def _forget_failed(self) -> None:
-        """Forget grammars that have failed; remember why, if they always would."""
         for key in [key for key, each in self._grammars.items() if each.error is not None]:
             failed = self._grammars.pop(key)
             if isinstance(failed.error, RequestError) and not failed.is_compiled:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from varlen.decoding.grammar.grammar_matcher import BoolArray, Matcher
+from varlen.decoding.grammar.compiled_grammar import BoolArray, Matcher
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.edit_list import EditList
 from varlen.decoding.sampling.random_numbers import random_key
@@ -29,20 +29,16 @@ class SamplerState:
         is_drawn: whether the device can choose its tokens: they depend only on the logits, its options, random numbers
             and the tokens before.
         edited_until: number of generated tokens from which no logit changes before the choice; perhaps infinity.
-        key: key of its random numbers.
         limits: temperature, top-k, top-p and min-p.
         penalties: repetition, presence and frequency penalty.
-        end_ids: tokens that end its answer.
         most_edits: upper bound of the length of its edit list.
         biases: numbers that are added to logits by token; -inf bans a token.
         edits: its edit list, if the host has edited its logits.
-        forbidden: tokens of its bad words.
         matcher: its position in its grammar, if it has one.
         allowed: tokens that its grammar allows next, `[vocabulary]`; None without one, or while it is not known.
         token_ids: tokens of the prompt and of the answer so far, where the choice depends on them.
         is_void: whether no token is wanted: the sequence has ended, or the token before could not be chosen.
         has_waited: whether a step has waited for its mask in vain.
-        max_tokens: most tokens of its answer.
         error: reason why no token can be chosen; it ends this sequence and no other.
     """
 
@@ -142,11 +138,7 @@ class SamplerState:
         return len(self.end_ids) if length < self.min_tokens else 0
 
     def banned(self, length: int) -> list[int]:
-        """Return last tokens of words that may not come now.
-
-        Args:
-            length: number of tokens of the answer.
-        """
+        """Return last tokens of words that may not come now."""
         size = min(length, self.forbidden.longest)
         return self.forbidden.next(self.token_ids[len(self.token_ids) - size :])
 
@@ -155,7 +147,6 @@ class SamplerState:
 
         Args:
             sequence: its sequence, whose last token is perhaps known only to the device.
-            length: number of tokens of the answer.
         """
         edits = self._new_edits(sequence)
         if not self.has_penalties:
@@ -166,7 +157,6 @@ class SamplerState:
         return edits, len(known) < length
 
     def _new_edits(self, sequence: GeneratedSequence) -> EditList:
-        """Return its edit list before the first token of the answer."""
         # only a repetition penalty is for tokens of the prompt too
         if self._prompt_ids is None:
             has_repetition = self.penalties[0] != 1
@@ -188,7 +178,6 @@ class SamplerState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its mask is not known yet."""
         return self.matcher is not None and self.allowed is None and not self.is_void
 
     def read_mask(self) -> None:
@@ -201,11 +190,7 @@ class SamplerState:
                 )
 
     def expect(self, token_id: int, length: int) -> None:
-        """Remember a chosen token, and start to compute the mask of the next step.
-
-        Args:
-            length: number of tokens of the answer before it.
-        """
+        """Remember a chosen token, and start to compute the mask of the next step."""
         self._chosen = length, token_id
         if self.matcher is None:
             return
@@ -214,11 +199,7 @@ class SamplerState:
             self.matcher.expect(token_id)
 
     def read(self, sequence: GeneratedSequence, length: int) -> None:
-        """Read the tokens that have been generated since the last call.
-
-        Args:
-            length: number of tokens of the answer.
-        """
+        """Read the tokens that have been generated since the last call."""
         self.is_void = sequence.status == "finished"
         if self.is_void:
             return

@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.grammar.grammar_matcher import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import wait_for_masks
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.edit_list import EditedRow, edits_of
 from varlen.decoding.sampling.random_numbers import uniform_numbers
 from varlen.decoding.sampling.sampler_state import SamplerState
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import Draws, EditLimits, Edits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence
@@ -77,7 +77,6 @@ class EditSlots:
     """
 
     def __init__(self, limits: EditLimits, vocab_size: int) -> None:
-        """Start without a list."""
         self._limits = limits
         self._vocab_size = vocab_size
         # a sequence that ends drops its state, and with it the slot
@@ -143,12 +142,6 @@ class Sampler:
         device: torch.device,
         edit_limits: EditLimits = EditLimits(0, 0),  # noqa: B008  # immutable
     ) -> None:
-        """Prepare the choice.
-
-        Args:
-            grammars: grammars of sequences with structured output.
-            edit_limits: room for edit lists on the device.
-        """
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
@@ -202,7 +195,6 @@ class Sampler:
                 state.expect(token_id, length)
 
     def forget(self) -> None:
-        """Forget what the device keeps of sequences: it has lost it."""
         self._edit_slots.forget()
 
     def sample(
@@ -363,7 +355,6 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
 
 
 def _is_greedy(state: SamplerState, length: int) -> bool:
-    """Return whether the next token is the one with the largest logit."""
     return state.is_drawn and state.temperature == 0 and length >= state.edited_until
 
 

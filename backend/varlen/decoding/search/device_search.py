@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
-from varlen.decoding.search.beam_group import length_penalty, stops_when_full
+from varlen.decoding.search.beam_search import length_penalty, stops_when_full
 from varlen.decoding.search.token_edits import TokenEditor, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array
@@ -93,7 +93,6 @@ class DeviceSearch:
         return BeamStep((), (), tuple(self._answer(beams[i], float(scores[i])) for i in rows))
 
     def _answer(self, found: Int32Array, score: float) -> BeamAnswer:
-        """Return an answer, which `SearchResults` has in this row of its beams."""
         token, beam, length = found[2:].tolist()
         reason: FinishReason = "stop" if token in self._end_ids else "length"
         tokens = [token]

@@ -90,11 +90,7 @@ class TokenHistory:
 
 
 class TokenEditor:
-    """Forced tokens and edits of the beams of one prompt.
-
-    Attributes:
-        end_ids: tokens that end an answer.
-    """
+    """Forced tokens and edits of the beams of one prompt."""
 
     @classmethod
     def of_request(
@@ -129,7 +125,6 @@ class TokenEditor:
         """Prepare the edits.
 
         Args:
-            rules: token rules of the checkpoint and the request.
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
         """
@@ -166,7 +161,6 @@ class TokenEditor:
 
     @property
     def start(self) -> TokenHistory:
-        """The history before the first generated token."""
         return self._start
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:

@@ -33,7 +33,6 @@ class ChatTemplate:
 
         Args:
             sandbox: starts the processes that render it; its `template` is from `template_setup`.
-            max_characters: longest text of a prompt.
         """
         self._sandbox = sandbox
         self._names = sorted(names)
@@ -159,7 +158,6 @@ def template_setup(
 
     Args:
         special_tokens: texts of special tokens by name, such as `bos_token`.
-        max_characters: longest text of a prompt.
     """
     return {
         "sources": dict(sources),

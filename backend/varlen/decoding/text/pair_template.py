@@ -68,7 +68,6 @@ class ChatPairTemplate:
     def tokens(
         self, query: str, document: str, instruction: str | None, _max_tokens: int | None, /
     ) -> Tokenized:
-        """Return the tokens of a pair; see `PairTemplate`."""
         return self._pair(query, document, instruction)
 
     def _pair(self, query: str, document: str, instruction: str | None) -> Tokenized:
@@ -97,11 +96,6 @@ class FormPairTemplate:
     """
 
     def __init__(self, form: PairForm, tokenize: Tokenize) -> None:
-        """Tokenize the texts that every prompt has.
-
-        Args:
-            tokenize: returns the tokens of a text, without special ones.
-        """
         self._form, self._tokenize = form, tokenize
         self.takes_instruction = bool(form.instruction)
         self._fixed = lru_cache(_MAX_FIXED)(lambda text: tokenize(text).token_ids)
@@ -110,7 +104,6 @@ class FormPairTemplate:
     def tokens(
         self, query: str, document: str, instruction: str | None, max_tokens: int | None, /
     ) -> Tokenized:
-        """Return the tokens of a pair; see `PairTemplate`."""
         form = self._form
         instruction = form.default_instruction if instruction is None else instruction
         before = form.instruction.format(instruction) if instruction else ""
@@ -126,7 +119,6 @@ class FormPairTemplate:
 
 
 def _common_ending(first: Int32Array, second: Int32Array) -> Int32Array:
-    """Return the last tokens that both have."""
     size = min(len(first), len(second))
     same = first[len(first) - size :] == second[len(second) - size :]
     count = size - (int(np.flatnonzero(~same)[-1]) + 1 if not same.all() else 0)

@@ -75,7 +75,6 @@ def _decoder(tokenizer: Tokenizer) -> object:
 
 
 def _kinds(decoder: object) -> Iterator[str]:
-    """Yield the types of a decoder and of its parts."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders") or ():

@@ -201,7 +201,6 @@ class TextWriter:
         """Start an answer.
 
         Args:
-            tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens of the prompt, whose text is not part of the answer.
             token_bytes: bytes of the tokens, for answers with log probabilities.
         """
@@ -222,7 +221,6 @@ class TextWriter:
         self._num_tokens = 0
 
     def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
-        """Return the part that a token adds, perhaps without text, or a whole answer."""
         if isinstance(output, BeamAnswer):
             return self._whole(output)
         token_id = output.token_id

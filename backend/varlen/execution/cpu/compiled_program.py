@@ -52,7 +52,6 @@ class _Call:
     """A function of an op, with everything that no batch changes.
 
     Attributes:
-        op: number of the op.
         bound: the function with what it gets.
     """
 
@@ -273,7 +272,6 @@ def _calls_of(program: Program) -> list[_Call]:
 
 
 def _bound(op: Op) -> list[tuple[Bound, str]]:
-    """Return the functions of an op with the names of their code, if all exist."""
     row = OPS.get(op.kernel)
     if row is None or not row.calls:
         return []

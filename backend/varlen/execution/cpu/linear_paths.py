@@ -201,7 +201,6 @@ def stored_paths(
     """Return the stored paths, or measure and store them.
 
     Args:
-        store: the cache of measurements.
         key: everything that decides which path is fastest.
         what: their name in the log.
     """
@@ -235,7 +234,6 @@ def measure_paths(
         program: has the layers, as ops named `linear`.
         kernels: has the paths, in the threads that will use them.
         seconds: most time to spend.
-        clock: returns seconds.
     """
     plain = _weights_by_shape(program)
     layers = {
@@ -322,7 +320,6 @@ def compile_products(program: Program, kernels: object, rows: Iterable[int]) -> 
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Have torch use `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -339,7 +336,6 @@ def _weights_by_shape(program: Program) -> dict[str, Tensor]:
 
 
 def _linear_weights(program: Program) -> list[Tensor]:
-    """Return the weight of each linear layer."""
     weights = [op.operands[1] for op in program.ops if op.kernel == PLAIN]
     return [weight for weight in weights if isinstance(weight, Tensor)]
 

@@ -75,7 +75,6 @@ class CpuRunner:
         """Compile the program.
 
         Args:
-            kernels: module with the functions that ops name.
             handoffs: values that its stage receives and sends, if it is a part of a pipeline.
             of_steps: whether it runs steps of generation, which have few numbers of tokens.
         """
@@ -212,21 +211,12 @@ class StepCores:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start without times.
-
-        Args:
-            clock: returns seconds.
-        """
         self._clock = clock
         # by the bits of the number of tokens
         self._times: dict[int, _Times] = {}
 
     def run(self, step: Callable[[int], object], tokens: int, cores: int) -> None:
-        """Run a step.
-
-        Args:
-            tokens: number of its tokens.
-        """
+        """Run a step."""
         if cores == 1:
             step(1)
             return
@@ -253,7 +243,6 @@ class CpuSteps:
         """Allocate the logits.
 
         Args:
-            runner: runs the program of a step.
             stage: the stage that runs it; the last one keeps the logits of as many steps as there are stages.
         """
         self._runner = runner

@@ -54,7 +54,6 @@ class StageCut:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the stage that has the most."""
         return max(last - first for first, last in pairwise(self.bounds))
 
     def parts(self, program: Program) -> list[StageProgram]:
@@ -175,7 +174,6 @@ def _measure(program: Program, kernels: object, use: LayerUse, seconds: float) -
 def _call(
     shape: Sequence[int], dtype: torch.dtype, kernels: object, use: LayerUse
 ) -> Callable[[], None]:
-    """Return a function that runs a layer of this shape on a few rows."""
     path = paths_of(dtype)[-1]
     path = path if hasattr(kernels, path) else PLAIN
     plain = torch.zeros(*shape, dtype=dtype)

@@ -59,7 +59,6 @@ def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
 
 
 def _large_pages(count: int) -> Tensor:
-    """Return `[count]` uint8, uninitialised."""
     pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

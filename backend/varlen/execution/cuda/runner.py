@@ -34,7 +34,7 @@ from varlen.execution.cuda.graphs import CudaGraphs, Replay, capture_each, on_ho
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, Region
-from varlen.memory.cuda_memory import moved
+from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.scheduling.batch import MAX_STEPS

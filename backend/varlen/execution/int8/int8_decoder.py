@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varlen.execution.arenas import KvSize, caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner
-from varlen.execution.int8.quality import LogitQuality, compare_logits
+from varlen.execution.int8.calibration import LogitQuality, compare_logits
 from varlen.execution.packing import source_arrays, source_dims, step_arrays, step_dims
 from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.checkpoint.translate_config import TargetTokens
@@ -58,7 +58,6 @@ class CalibratedDecoder:
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
-        """Return texts of these token ids, or their translations."""
         if self.checkpoint.translate is None:
             return [Prompt(text) for text in texts]
         steps, tokens = _Steps(self.programs, cpu), self.checkpoint.translate.tokens
@@ -80,7 +79,6 @@ class CalibratedDecoder:
     def compare(
         self, answers: Iterator[Tensor], expected: Iterator[Tensor], prompts: Sequence[Prompt]
     ) -> LogitQuality:
-        """Return the quality of logits."""
         token_ids = (torch.from_numpy(prompt.token_ids) for prompt in prompts)
         return compare_logits(zip(answers, expected, token_ids, strict=True))
 
@@ -147,8 +145,6 @@ def _chunk(
     """Return tokens of a prompt as a chunk.
 
     Args:
-        prompt: text, or target with its source.
-        start: position of the first token.
         place: number of the prompt in the step.
         encodes: whether its source is encoded before.
     """

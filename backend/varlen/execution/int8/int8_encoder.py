@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from varlen.execution.int8.quality import VectorQuality, compare_vectors
+from varlen.execution.int8.calibration import VectorQuality, compare_vectors
 from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
 from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.blocks.heads import record_head
@@ -37,7 +37,6 @@ class CalibratedEncoder:
         self.programs: tuple[Program, ...] = (ops.finish(head),)
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
-        """Return texts of these token ids."""
         return [Prompt(text) for text in texts]
 
     def run(
@@ -62,5 +61,4 @@ class CalibratedEncoder:
         expected: Iterator[Float32Array],
         prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
     ) -> VectorQuality:
-        """Return the quality of vectors."""
         return compare_vectors(np.stack([*answers]), np.stack([*expected]))

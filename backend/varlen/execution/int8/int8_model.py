@@ -17,12 +17,12 @@ from varlen.execution.fingerprint import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
+    Quality,
     file_name,
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.layer_inputs import OnProgress, choose_codes, measure_errors
-from varlen.execution.int8.quality import Quality
 from varlen.execution.int8.quantization import (
     LayerCodes,
     LayerKey,
@@ -64,7 +64,6 @@ class CalibratedModel(Protocol[_Answer]):
     """A model in fp32 on the CPU, as calibration runs and measures it.
 
     Attributes:
-        name: noun for the log.
         programs: programs with the layers that may run in int8.
         longest: longest text, in tokens; longer ones are cut.
     """
@@ -84,7 +83,6 @@ class CalibratedModel(Protocol[_Answer]):
 
         Args:
             programs: its programs, or their form in int8.
-            kernels: the functions that ops name.
         """
 
     def compare(
@@ -144,9 +142,7 @@ def calibrate(
     """Return the calibration of a model on this CPU.
 
     Args:
-        model: model in fp32 on the CPU.
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
-        on_progress: function to call after each text and each layer.
     """
     known, random = _token_ids(model, texts), _random_ids(model)
     # a tokenizer that knows few tokens of the texts leaves random ones
@@ -259,7 +255,6 @@ def _calibration(
 
 
 def _cached(cache: CacheFolder, name: str) -> Calibration | None:
-    """Return a calibration in the cache; None if there is none that can be used."""
     try:
         with cache.reading(name) as file:
             return Calibration.load(_DESCRIPTORS, str(file))
@@ -321,7 +316,6 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: Weigh
 
 
 def _codes(model: CalibratedModel[_Answer], calibration: Calibration) -> dict[LayerKey, LayerCodes]:
-    """Return the codes of the layers that run in int8."""
     return {
         key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))
         for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)

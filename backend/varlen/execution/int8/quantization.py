@@ -31,7 +31,6 @@ class QuantizedLayer:
     """A linear layer in int8, for the product that is fastest on this CPU.
 
     Attributes:
-        kernel: name of its op.
         weight: the op's operand after the input.
     """
 
@@ -78,11 +77,7 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
 def quantize_layers(
     programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes], bits: WeightBits = 8
 ) -> dict[LayerKey, QuantizedLayer]:
-    """Return the int8 form of linear layers.
-
-    Args:
-        programs: programs with these layers in fp32 on the CPU.
-    """
+    """Return the int8 form of linear layers."""
     product, layers = product_of(bits), linear_weights(programs)
     return {
         key: QuantizedLayer(product.kernel, product.quantize(*layers[key], *chosen))
@@ -105,9 +100,6 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
     """Return the program with int8 layers, without the weights that they replace.
 
     Where the CPU's op can also do what follows a layer, it does.
-
-    Args:
-        program: program in fp32.
     """
 
     def replaced(op: Op) -> Op:

@@ -57,11 +57,7 @@ class LateError(Exception):
 
 
 class RankLinks:
-    """The links of a rank: the memory in which all ranks meet. Rank 0 leads.
-
-    Attributes:
-        rank: index of this process among the ranks.
-    """
+    """The links of a rank: the memory in which all ranks meet. Rank 0 leads."""
 
     stage = NO_STAGES
     handoffs: Handoffs | None = None
@@ -83,11 +79,9 @@ class RankLinks:
         return cls(config, 0, memory), others
 
     def name(self, number: int) -> str:
-        """Return the name of a rank in messages."""
         return f"rank {number} of {self.rank.size}"
 
     def limit_waits(self) -> None:
-        """Limit waits as the settings say: all have loaded."""
         self._memory[LONGEST_WAIT] = self._longest_wait
 
     @contextmanager
@@ -153,7 +147,6 @@ class StageLinks:
     """The links of a stage to its neighbors. The last stage leads.
 
     Attributes:
-        stage: the place of this process among the stages.
         handoffs: values that it receives and sends.
     """
 
@@ -186,11 +179,9 @@ class StageLinks:
         return cls(config, config.pipeline_parallel - 1, *before), others
 
     def name(self, number: int) -> str:
-        """Return the name of a stage in messages; the first one has number 1 there."""
         return f"stage {number + 1} of {self.stage.count}"
 
     def limit_waits(self) -> None:
-        """Limit waits as the settings say: all have loaded."""
         self._longest_wait = longest_wait(self._config, self.stage.number)
 
     @contextmanager
@@ -296,7 +287,6 @@ class Leader(_Linked):
         return value
 
     def fault_of_ranks(self, fault: str, /) -> str:
-        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
         if self.stage.count > 1:
             return fault
         try:
@@ -346,12 +336,10 @@ class Leader(_Linked):
         return self.rank.number or self.stage.number
 
     def _name(self, number: int) -> str:
-        """Return the name of a process in messages."""
         pid = os.getpid() if number == self._number else self._members[number].pid
         return f"{self._links.name(number)} (process {pid})"
 
     def _send(self, message: bytes) -> None:
-        """Send the others a message."""
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
@@ -375,7 +363,6 @@ class Leader(_Linked):
             os._exit(1)
 
     def _end_ended(self, number: int) -> NoReturn:
-        """End because another process has ended."""
         member = self._members[number]
         member.end()
         self._end(f"{self._name(number)} ended with code {member.code}")
@@ -415,7 +402,6 @@ class Member(_Linked):
         self.connection = Connection(connection)
 
     def agree(self, _: Callable[[], _T], meanwhile: Callable[[], None] | None = None, /) -> _T:
-        """Return what the leader decides."""
         # the leader waits for it
         self.connection.send_bytes(b"")
         while meanwhile is not None and not self.connection.poll():
@@ -424,7 +410,6 @@ class Member(_Linked):
         return value
 
     def fault_of_ranks(self, fault: str, /) -> str:
-        """Return the fault of one of the ranks, if there is one; see `RankLink`."""
         if self.stage.count > 1:
             return fault
         self.connection.send_bytes(fault.encode())
@@ -447,7 +432,6 @@ class Member(_Linked):
 
     @contextmanager
     def running(self, _: object, /) -> Iterator[None]:
-        """Return the context in which this process runs what the leader has sent."""
         try:
             with self._links.turn():
                 yield

@@ -170,7 +170,6 @@ class Answers:
         problem: reason why there are no answers: too little memory, an exception, a step before that failed, or an
             adapter that cannot be read.
         trace: traceback of that exception, for the log, or what is wrong with the adapter.
-        adapter: name of the adapter.
         swaps: adapters that the worker has exchanged since the last answers.
     """
 

@@ -62,12 +62,10 @@ class Setup:
     descriptors: Sequence[int]
 
     def open_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint."""
         return Checkpoint.open(self.fields["folder"], **self.config.of_checkpoint)
 
     @property
     def generates(self) -> bool:
-        """Whether the model generates."""
         return bool(self.fields["generates"])
 
     @property
@@ -77,7 +75,6 @@ class Setup:
 
     @property
     def gpu(self) -> int:
-        """Number of its GPU, if it has one."""
         return int(self.fields["gpu"]) + (self.number or 0)
 
 
@@ -111,16 +108,13 @@ class ControlledProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def fileno(self) -> int:
-        """Return the file descriptor of the control socket."""
         return self._control.fileno()
 
     def send(self, message: dict[str, object], descriptors: Sequence[int] = ()) -> None:
@@ -214,13 +208,6 @@ class RestartLimit:
     def __init__(
         self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start without a restart.
-
-        Args:
-            most: number of restarts that are allowed in a period.
-            seconds: length of the period.
-            clock: returns the time in seconds.
-        """
         self._most = most
         self._seconds = seconds
         self._clock = clock
@@ -285,7 +272,6 @@ class ModelProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     def connect(self, ended: int | None = None, reason: str = "") -> Connected:

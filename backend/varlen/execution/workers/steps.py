@@ -116,7 +116,6 @@ class ProcessSteps:
     Attributes:
         slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each
             stage.
-        graph_use: cost of CUDA graphs, which it has none of.
     """
 
     def __init__(self, host: ModelProcess, chooser: Chooser, stats: Stats) -> None:
@@ -152,12 +151,10 @@ class ProcessSteps:
 
     @property
     def info(self) -> ModelInfo:
-        """Model facts for the engine."""
         return self.host.info
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self.host.pid
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
@@ -173,14 +170,12 @@ class ProcessSteps:
         return self._launcher.launch(batch)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the process has run the first step in flight; see `Launcher.wait`."""
         # without a limit, the outputs wait, and find out whether the process hangs
         if timeout is None or not self._launcher.awaits_device:
             return True
         return self._worker.wait(max(0.0, timeout))
 
     def pack(self, step: Batch, plan: DevicePlan) -> PackedStep:
-        """Return a step as the process takes it; see `StepDevice`."""
         return pack_step(step, self.info.block_size, plan, self._adapters)
 
     def may_queue(self, packed: PackedStep) -> bool:
@@ -210,7 +205,6 @@ class ProcessSteps:
     def choose(
         self, step: Batch, packed: PackedStep, plan: DevicePlan, chosen: Chosen
     ) -> Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a step, with what the engine chooses from its logits."""
         with memory_errors(), torch.inference_mode():
             logits = self._logits[packed.slot, : step.num_logit_rows]
             outputs = self._chooser.outputs(step, plan, chosen, logits)
@@ -224,16 +218,13 @@ class ProcessSteps:
         self._worker.check_state()
 
     def use(self) -> MemoryUse:
-        """Return the memory use after the last step. From any thread."""
         return self._worker.use()
 
     @property
     def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Adapters in the memory of the process."""
         return self._worker.adapter_uses
 
     def close(self) -> None:
-        """End the process."""
         self._worker.close()
         self.host.close()
 
@@ -253,5 +244,4 @@ class ProcessSteps:
 
 
 def _chosen_of(token_ids: Array, *searches: Array) -> Chosen:
-    """Return what a process has chosen in a step."""
     return Chosen(token_ids.tolist(), ChosenBeams(*searches) if searches else None)

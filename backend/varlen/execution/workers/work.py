@@ -91,21 +91,17 @@ class BatchWork(Work[_Batch, _Batch]):
 
     @staticmethod
     def message_of(batch: _Batch) -> bytes:
-        """Return the message of a batch to other processes."""
         return batch_message(*batch)
 
     def warm_up(self) -> None:
-        """Run the smallest batch, and on a GPU the largest ones of each kind."""
         self.runner.check()
         if self.runner.device.type == "cuda" and not self.runner.info.is_padded:
             check_numbers(self.runner)
 
     def prepare(self, batch: _Batch) -> _Batch:
-        """Return the batch."""
         return batch
 
     def run(self, _: _Batch, part: Callable[[], _Batch], /) -> Sequence[Array]:
-        """Return the answer of each sequence of a batch."""
         return self.runner.run(*part())
 
 
@@ -139,12 +135,10 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
         return step_message(step)
 
     def warm_up(self) -> None:
-        """Run steps of each kind."""
         warm_up(self.runner)
         warm_up_draws(self.runner)
 
     def share(self) -> Sequence[int]:
-        """Return the memory of the logits."""
         steps = self._decoder.steps
         if isinstance(steps, CpuSteps):
             return (steps.share_logits(),)

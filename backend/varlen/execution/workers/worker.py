@@ -65,10 +65,6 @@ class WorkerConnection:
     """A connection to one worker process at a time.
 
     Not for two threads at once, except for `use`.
-
-    Attributes:
-        pid: id of the process.
-        adapters: adapters in its memory.
     """
 
     def __init__(
@@ -115,9 +111,6 @@ class WorkerConnection:
     def receive(self, *, seconds: float = 0.0) -> Sequence[Array]:
         """Return the answers to the first work that was sent.
 
-        Args:
-            seconds: expected run time.
-
         Raises:
             WorkerEndedError: the process has ended, or hung and was ended.
             MemoryError: the worker has too little memory.
@@ -162,7 +155,6 @@ class WorkerConnection:
         return self._use
 
     def close(self) -> None:
-        """End the worker."""
         self._connection.close()
 
     def _take(self, connection: Connection, pid: int) -> None:
@@ -194,7 +186,6 @@ class _Sent:
     """Work in flight.
 
     Attributes:
-        seconds: expected run time.
         is_sent: whether the worker has it.
         attempts: workers that have ended while it was the first in flight.
         answer: returns its answers, or raises; None until they are known.
@@ -229,7 +220,6 @@ class WorkerProcess:
 
         Args:
             restarted: called after the worker ended and another one has started.
-            slots: batches that may be in flight.
             has_state: whether work needs what work before it has left in the worker. Then all work in flight fails with
                 WorkerEndedError when it ends; other work runs again in the next worker.
         """
@@ -246,11 +236,9 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._worker.pid
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[Array]]:
-        """Send a batch; return a function that waits for its answers; see `launch`."""
         return self.launch(batch_message(batch.prompts, batch.options), seconds=batch.seconds)
 
     def launch(self, message: bytes, *, seconds: float = 0.0) -> Callable[[], Sequence[Array]]:
@@ -273,7 +261,6 @@ class WorkerProcess:
         return partial(self._answers, sent)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the next answers; return False after this many seconds."""
         return self._worker.wait(timeout)
 
     def _answers(self, sent: _Sent) -> Sequence[Array]:
@@ -328,7 +315,6 @@ class WorkerProcess:
         sent.is_sent = True
 
     def check(self) -> None:
-        """Run one sequence of one token; raise whatever it raises."""
         self.launch(batch_message([SHORTEST_PROMPT], [DEFAULT_OPTIONS]))()
 
     def check_state(self) -> None:
@@ -348,14 +334,11 @@ class WorkerProcess:
             _log.warning("worker process %d has ended; the next step starts another one", self.pid)
 
     def use(self) -> MemoryUse:
-        """Return the memory use after the last batch. From any thread."""
         return self._worker.use()
 
     @property
     def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Adapters in the memory of the worker."""
         return (self._worker.adapters,)
 
     def close(self) -> None:
-        """End the worker."""
         self._worker.close()

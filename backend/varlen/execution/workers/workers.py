@@ -79,12 +79,10 @@ class Workers:
             self.share.is_on = True
 
     def use(self) -> MemoryUse:
-        """Return the memory use of all workers together. From any thread."""
         return MemoryUse.total(each.use() for each in self.runners)
 
     @property
     def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Adapters in the memory of each worker. From any thread."""
         return [use for each in self.runners for use in each.adapter_uses]
 
     def close(self) -> None:

@@ -97,7 +97,6 @@ class _KvCaches:
     dtype: torch.dtype
 
     def _of(self, ops: Recorder, layer: int, heads: AttentionHeads) -> tuple[State, State]:
-        """Return the key cache and the value cache of a layer."""
         shape = (self.num_blocks, heads.keys, self.block_size, heads.dim)
         keys = ops.state(f"keys.{layer}", shape, self.dtype)
         return keys, ops.state(f"values.{layer}", shape, self.dtype)
@@ -166,7 +165,6 @@ class CrossAttention(_KvCaches):
 
         Args:
             ops: recorder of the encoder's program; has recorded `kv`.
-            layer: number of the decoder's layer, from 0.
             kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
         """
         keys, values = self._of(ops, layer, heads)
@@ -187,7 +185,6 @@ class CrossAttention(_KvCaches):
 
         Args:
             ops: recorder of the decoder's program; has recorded `queries`.
-            layer: number of the layer, from 0.
             queries: `[tokens, heads.width]`.
             scale: multiplies the scores.
             soft_cap: limit of scores; 0 is none, see `attention_varlen`.

@@ -46,11 +46,9 @@ class Projection:
     down: Linear
 
     def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its result, `[rows, hidden]`."""
         return self.down.record(ops, self.up.record_activated(ops, x, "relu"))
 
     def record_activated(self, ops: Recorder, x: Value) -> Value:
-        """Record the activation of its result, `[rows, hidden]`."""
         return self.down.record_activated(ops, self.up.record_activated(ops, x, "relu"), "relu")
 
 
@@ -75,7 +73,6 @@ class LabelLayer:
     last_norm: Norm
 
     def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its result, `[labels, features]`."""
         qkv = self.qkv.record(ops, x)
         mixed = ops.attention_varlen(
             qkv, inputs.cu_instances(ops), _LABEL_HEADS, scale=_LABEL_HEADS.dim**-0.5
@@ -102,7 +99,6 @@ class LabelMixer:
     last: Projection
 
     def record(self, ops: Recorder, states: Value, labels: Value) -> Value:
-        """Record its result, `[labels, hidden]`."""
         both = ops.record("add", states, labels)
         x = self.into.record(ops, both)
         for layer in self.layers:
@@ -120,7 +116,6 @@ class CountedLabels:
         classes: scores a label of a classification.
         gates: summand of the gates of the recurrent unit, `[numbers, 3 · hidden]`: its inputs are numbers.
         states: makes the other summand of a state.
-        mixed: the layers behind the unit. A projection reads its state and the label, side by side.
     """
 
     counts: Projection
@@ -130,7 +125,6 @@ class CountedLabels:
     mixed: Projection | LabelMixer
 
     def record(self, ops: Recorder, labels: Value) -> Value:
-        """Record its result, `[labels, hidden]`."""
         weights = self.gates, self.states.weight, _bias(self.states)
         states = ops.record("gru_states", labels, *weights, *_instances(ops))
         if isinstance(self.mixed, Projection):
@@ -158,7 +152,6 @@ class SpanScorer:
     """Scores spans of words.
 
     Attributes:
-        start, end: projections of the first and the last word of a span.
         start_half, end_half: parts of the next layer that read them.
         label: projection of labels, or what they become in GLiNER2.
         label_inner: the layer behind, `[hidden, inner]`, as labels read it.
@@ -177,7 +170,6 @@ class SpanScorer:
 
     @property
     def label_sizes(self) -> tuple[int, int]:
-        """Features of the two results for a label."""
         return self.label_inner.weight.shape[1], 1
 
     def record_labels(
@@ -224,13 +216,11 @@ class WordScorer:
 
     @property
     def label_sizes(self) -> tuple[int, int]:
-        """Features of the two results for a label."""
         return self.label_inner.weight.shape[1], self.label_factor.weight.shape[1]
 
     def record_labels(
         self, ops: Recorder, labels: Value, tasks: Value | None
     ) -> tuple[Value, Value]:
-        """Record the summands of labels, `[labels, inner]`, and their factors, `[labels, hidden]`."""
         assert tasks is None
         summands = self.label_inner.record(ops, self.label.record(ops, labels))
         return summands, self.label_factor.record(ops, labels)
@@ -289,10 +279,8 @@ class Extraction:
     """A loaded head.
 
     Attributes:
-        projection: projection of the encoder's features, if there is one.
         lstm: layers of the LSTM over words.
         scorer: scores words with labels.
-        reads_task: whether it reads the token of each task.
         labels: reads labels, if they are no tokens of the text.
     """
 
@@ -343,7 +331,6 @@ def load_extraction(read: LayerReader, config: ExtractionConfig, labels: Any = N
 
     Args:
         read: reads in fp32.
-        config: settings of the checkpoint.
         labels: the `EncoderModel` of labels, if it has one; a check of headers has none.
 
     Raises:

@@ -8,8 +8,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.models.blocks import inputs
-from varlen.models.checkpoint.sparse import SpladeConfig
-from varlen.models.checkpoint.vector_layers import pools_spans
+from varlen.models.checkpoint.vector_layers import SpladeConfig, pools_spans
 from varlen_kernels import Activation, Pooling
 
 if TYPE_CHECKING:

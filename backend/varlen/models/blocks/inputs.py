@@ -8,8 +8,7 @@ from varlen.memory.usage import Size
 
 if TYPE_CHECKING:
     from varlen.program.program import Value
-    from varlen.program.recorder import Recorder
-    from varlen.program.recording import Axes
+    from varlen.program.recorder import Axes, Recorder
 
 # Beginning of the names of inputs that another program makes of labels.
 LABEL_PART = "label_part_"

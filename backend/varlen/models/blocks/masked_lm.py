@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.embedding_tables import check_tied
+from varlen.models.blocks.output import check_tied
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.request.request import MAX_TOP_K
 
 if TYPE_CHECKING:
     from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
-    from varlen.models.checkpoint.sparse import SpladeConfig
+    from varlen.models.checkpoint.vector_layers import SpladeConfig
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation

@@ -1,17 +1,116 @@
-"""The output layer of decoders: the logits of the next token."""
+"""Embedding tables, output layers and classifiers of models that generate.
+
+A checkpoint may hold the tables of encoder and decoder and the output matrix once, several times, or as different
+tensors. As in transformers 5, each is the tensor of its own name if the checkpoint has it; otherwise it is one of the
+tensors that config.json ties it to. A decoder may have a classifier, or the difference of two logits, in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from varlen.models.blocks.embedding_tables import check_tied
+from varlen.errors import CheckpointError
+from varlen.models.blocks.heads import Heads
+from varlen.models.checkpoint.family import HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
+from varlen.models.checkpoint.logit_score import LogitScore
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class TableNames:
+    """Names of the tensors that hold the tables.
+
+    Attributes:
+        output: the output matrix, `[vocabulary, hidden]`.
+    """
+
+    source: str
+    target: str
+    output: str
+
+    def find(self, tied: Collection[str], present: Container[str]) -> TableNames:
+        """Return the names of the tensors to read.
+
+        `self` has the names of tables that are not tied.
+
+        Args:
+            tied: names that config.json ties to each other.
+            present: names of all tensors of the checkpoint.
+        """
+
+        def find(name: str) -> str:
+            names = [name, *tied] if name in tied else [name]
+            # a missing tensor is reported by its own name
+            return next((each for each in names if each in present), name)
+
+        return TableNames(find(self.source), find(self.target), find(self.output))
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of a model; equal ones share memory."""
+
+    source: TokenTable
+    target: TokenTable
+    output: TokenTable
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output matrix as `[hidden, vocabulary]`: a view if it is an embedding table too."""
+        rows, shared = self.output.rows, (self.source, self.target)
+        return rows.t() if any(self.output is each for each in shared) else rows.t().contiguous()
+
+
+def read_tables(
+    read: LayerReader, names: TableNames, hidden: int, *, sources: int, targets: int
+) -> Tables:
+    """Return the tables of a checkpoint.
+
+    Args:
+        sources, targets: sizes of the vocabularies.
+
+    Raises:
+        CheckpointError: see `LayerReader`.
+    """
+    tables: dict[str, TokenTable] = {}
+
+    def table(name: str, rows: int) -> TokenTable:
+        if name not in tables:
+            found = read.token_table(name, rows, hidden)
+            known = list(tables.values())
+            tables[name] = read.computed(
+                lambda: next((each for each in known if each.is_equal(found)), found)
+            )
+        return tables[name]
+
+    return Tables(
+        table(names.source, sources), table(names.target, targets), table(names.output, targets)
+    )
+
+
+def check_tied(read: LayerReader, name: str, table: TokenTable, *shape: int) -> None:
+    """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
+
+    Args:
+        name: name of the matrix, which the checkpoint may lack.
+    """
+    if name not in read:
+        return
+    stored = read.token_table(name, *shape)
+    if read.computed(lambda: not stored.is_equal(table)):
+        raise CheckpointError(
+            f'config.json has tie_word_embeddings true, but the tensor "{name}" is not the embedding table;'
+            " set tie_word_embeddings to false"
+        )
 
 
 def read_output(
@@ -56,3 +155,69 @@ def record_output(ops: Recorder, output: Linear, hidden: Value, vocab_size: int)
     logits = output.record(ops, hidden)
     logits = logits if logits.dtype == torch.float32 else ops.to_fp32(logits)
     return ops.gather_columns(logits, vocab_size)
+
+
+def read_top(
+    read: LayerReader,
+    head: HeadConfig,
+    table: TokenTable,
+    hidden: int,
+    *,
+    is_tied: bool,
+    table_name: str,
+    output_name: str = "lm_head",
+    pooling: Literal["cls", "mean", "last"] = "last",
+    temperature: float = 1.0,
+) -> tuple[Linear | None, Heads]:
+    """Return the output layer and the heads that the architecture of a decoder has.
+
+    Args:
+        is_tied: whether config.json ties the output layer and the embedding table.
+        pooling, temperature: see `_read_score`.
+    """
+    shape, output = (table.vocab_size, hidden), None
+    if head.architecture.endswith("ForCausalLM"):
+        output = read_output(read, table, *shape, is_tied=is_tied, name=output_name)
+    if head.logit_score is not None:
+        name = table_name if is_tied else f"{output_name}.weight"
+        return output, _read_logit_score(read, head.logit_score, name, *shape)
+    return output, _read_score(read, head, hidden, pooling, temperature)
+
+
+def _read_score(
+    read: LayerReader,
+    head: HeadConfig,
+    hidden: int,
+    pooling: Literal["cls", "mean", "last"],
+    temperature: float,
+) -> Heads:
+    """Return the classifier of a checkpoint in fp32, none if its architecture has none.
+
+    Args:
+        pooling: pooling of a sequence into the row that it reads.
+        temperature: divides its outputs.
+    """
+    if head.task not in ("classify", "token_classify"):
+        return Heads()
+    has_bias = head.task == "token_classify"
+    layer = read.fp32.linear(["score"], hidden, [head.num_labels], bias=has_bias)
+    if temperature != 1.0:
+        layer = read.computed(lambda: replace(layer, weight=layer.weight / temperature))
+    return Heads(pooling=pooling, classifier=layer)
+
+
+def _read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:
+    """Return the layer whose output is the difference of two logits of the last token.
+
+    Args:
+        score: has the two tokens.
+        shape: vocabulary and hidden features.
+    """
+    tokens = [each for each in (score.true_token, score.false_token) if each is not None]
+    rows = read.fp32.rows(name, *shape, of=tokens)
+
+    def layer() -> Linear:
+        row = rows[0] - rows[1] if len(tokens) > 1 else rows[0]
+        return Linear(row.reshape(-1, 1).clone(), None)
+
+    return Heads(pooling="last", classifier=read.computed(layer))

@@ -82,7 +82,6 @@ class RmsResidualStream:
         self.x = ops.rms_norm(embedded, next(self._norms).weight, eps=eps)
 
     def add(self, y: Value) -> None:
-        """Record the sum with the output of a sublayer, `[tokens, hidden]`, and the next norm."""
         weight = next(self._norms).weight
         self._residual, self.x = self._ops.residual_rms_norm(
             y, self._residual, weight, eps=self._eps

@@ -43,7 +43,6 @@ class FeedForward:
     is_gated: bool = False
 
     def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its output, `[tokens, hidden]`."""
         if self.is_gated:
             inner = ops.activate_gate(self.up.record(ops, x), kind=self.activation)
         else:
@@ -60,7 +59,6 @@ class EncoderLayer:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """The norm of each part."""
         return self.attention.norm, self.mlp.norm
 
 
@@ -74,5 +72,4 @@ class DecoderLayer:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """The norm of each part."""
         return self.attention.norm, self.source.norm, self.mlp.norm

@@ -31,7 +31,6 @@ class Adapter:
 
     Attributes:
         number: its place among the adapters.
-        count: number of adapters.
         rank: features between the two factors of a weight.
         scale: multiplies their product.
     """

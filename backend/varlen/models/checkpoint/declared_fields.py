@@ -32,12 +32,10 @@ class ConfigFields:
 
     @property
     def uncounted_token(self) -> int | None:
-        """See `ModelSizes`."""
         return None
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Return the fields of config.json that are read."""
         return frozenset(name for each in fields(cls) for name in each.metadata["names"])  # type: ignore[arg-type]  # of a dataclass
 
     @classmethod

@@ -66,7 +66,6 @@ class LabelEncoderConfig:
     """The encoder that reads each label apart.
 
     Attributes:
-        config: its config.json.
         hidden: features of its tokens.
         vocab_size: its token ids are below this.
         longest: longest label, in tokens; longer ones are cut.
@@ -180,10 +179,6 @@ def reads_labels_apart(config: Json) -> bool:
 def read_schema_model(folder: Path, config: Json) -> tuple[Json, ExtractionConfig]:
     """Return what `read_extraction` does, of a model of GLiNER2.
 
-    Args:
-        folder: folder of the model.
-        config: content of its config.json.
-
     Raises:
         CheckpointError: see `read_extraction`.
     """
@@ -216,9 +211,6 @@ def read_schema_model(folder: Path, config: Json) -> tuple[Json, ExtractionConfi
 
 def read_scored(config: Json) -> Scored:
     """Return what a model scores with each label.
-
-    Args:
-        config: content of gliner_config.json.
 
     Raises:
         CheckpointError: it is a model of another kind, which is not served.
@@ -264,9 +256,7 @@ def _encoder_alone(given: Json, kind: object, name: str) -> Json:
     """Return the configuration of an encoder, with positions for a text and its labels.
 
     Args:
-        given: its configuration as it is saved.
         kind: its `model_type`.
-        name: name of the file or object, for errors.
     """
     if kind not in _ENCODERS:
         raise CheckpointError(

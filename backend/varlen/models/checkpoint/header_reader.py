@@ -37,38 +37,30 @@ class HeaderReader(LayerReader):
 
     @property
     def last(self) -> LayerReader:
-        """This reader: dtypes come from the files."""
         return self
 
     def tensor(self, name: str, *shape: int) -> Any:
-        """Check a tensor."""
         check_tensor(self._headers, name, shape)
         self._read.add(name)
 
     def rows(self, name: str, *shape: int, of: Sequence[int]) -> Any:  # noqa: ARG002  # no row is read
-        """Check a tensor."""
         self.tensor(name, *shape)
 
     def indices(self, name: str, count: int, *, below: int) -> Any:  # noqa: ARG002  # no number is read
-        """Check a tensor of row numbers."""
         check_indices(self._headers, name, count)
         self._read.add(name)
 
     def head_columns(self, name: str, rows: int, heads: int) -> Any:
-        """Check a tensor."""
         self.tensor(name, rows, heads)
 
     def token_table(self, name: str, *shape: int) -> TokenTable:
-        """Check a tensor."""
         self.tensor(name, *shape)
         return TokenTable(NOTHING, shape[0])
 
     def vocabulary_bias(self, name: str, *shape: int) -> Any:
-        """Check a tensor."""
         self.tensor(name, *shape)
 
     def output(self, name: str, hidden: int, vocabulary: int) -> Linear:
-        """Check the tensor of an output layer."""
         self.tensor(f"{name}.weight", vocabulary, hidden)
         return Linear(NOTHING, NOTHING)
 
@@ -82,7 +74,6 @@ class HeaderReader(LayerReader):
         is_saved_by_input: bool = False,
         **_: object,
     ) -> Linear:
-        """Check the tensors of linear layers."""
         for name, fan_out in zip(names, fan_outs, strict=True):
             shape = (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in)
             self.tensor(f"{name}.weight", *shape)
@@ -98,7 +89,6 @@ class HeaderReader(LayerReader):
         fan_out: int,
         **_: object,
     ) -> GroupLinear:
-        """Check the tensors of linear layers of groups."""
         for name in (name for layers in names for name in layers):
             self.tensor(f"{name}.weight", fan_out, fan_in)
         return GroupLinear(NOTHING)
@@ -106,7 +96,6 @@ class HeaderReader(LayerReader):
     def stacked_group_linear(
         self, name: str, groups: int, fan_in: int, fan_out: int, *, split: Split
     ) -> GroupLinear:
-        """Check the tensor of linear layers of groups."""
         size, width = (fan_out, fan_in) if split == "outputs" else (fan_in, fan_out)
         self.tensor(name, groups * size, width)
         return GroupLinear(NOTHING)

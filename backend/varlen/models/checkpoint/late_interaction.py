@@ -106,7 +106,6 @@ def read_late_interaction(folder: Path, path: str, transformer: Json) -> LateInt
 
     Args:
         path: path of the folder of MultiVectorMask, relative to the checkpoint.
-        transformer: content of sentence_bert_config.json.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.

@@ -105,7 +105,6 @@ class TokenTable:
 
     @property
     def device(self) -> torch.device:
-        """Device of the embeddings."""
         return self.weight.device
 
     @property

@@ -130,7 +130,6 @@ def read_logit_score(folder: Path, path: str, transformer: Json, system: str) ->
 
     Args:
         path: path of the module's folder, relative to the checkpoint.
-        transformer: content of sentence_bert_config.json.
         system: the default prompt of the model.
 
     Raises:

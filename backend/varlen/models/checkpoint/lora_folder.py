@@ -110,7 +110,6 @@ class LoraFolder:
     Attributes:
         factors: factors of each layer, by the name that peft has for it.
         saved: other tensors, of layers that the adapter brings whole, by their names.
-        descriptor: the file.
         changed_at: time of the last change of the file, in nanoseconds.
     """
 
@@ -140,7 +139,6 @@ class LoraFolder:
         return torch.frombuffer(bytearray(content), dtype=dtype).view(stored.shape).float()
 
     def close(self) -> None:
-        """Close the file."""
         with suppress(OSError):
             os.close(self.descriptor)
 
@@ -149,7 +147,6 @@ def adapter_folders(folder: Path, setting: str) -> dict[str, Path]:
     """Return the folders of a checkpoint's adapters by name, in the order of the names.
 
     Args:
-        folder: the checkpoint's folder.
         setting: "auto" for each folder in its `adapters`, "none", or `NAME=FOLDER` separated by commas. A relative
             folder is in the checkpoint's.
 

@@ -34,13 +34,14 @@ from varlen.models.checkpoint.late_interaction import (
 )
 from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
 from varlen.models.checkpoint.router import Router
-from varlen.models.checkpoint.sparse import SpladeConfig, read_splade
 from varlen.models.checkpoint.vector_layers import (
     LayerMix,
+    SpladeConfig,
     VectorConfig,
     read_dense,
     read_layer_mix,
     read_norm,
+    read_splade,
 )
 from varlen_kernels import Pooling
 

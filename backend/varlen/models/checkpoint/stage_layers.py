@@ -36,7 +36,6 @@ class StageLayers:
         self._weights: list[Tensor] = []
 
     def has(self, number: int) -> bool:
-        """Return whether a layer is one of its own."""
         first, last = self._bounds
         return first <= number < last
 

@@ -115,9 +115,6 @@ class TranslateSettings:
 def read_translate_settings(folder: Path, config: Json, *, vocab_size: int) -> TranslateSettings:
     """Return the settings of a checkpoint.
 
-    Args:
-        vocab_size: token ids of targets are below it.
-
     Raises:
         CheckpointError: a value is wrong or missing, or a field that changes results is not served.
     """

@@ -1,28 +1,36 @@
-"""Layers around pooling: the modules WeightedLayerPooling, Dense and LayerNorm, and the rounding of pplx-embed.
+"""Layers of sentence-transformers around pooling, SPLADE pooling, and the heads of bge-m3.
 
-Each module has a folder of its own with config.json and model.safetensors, but for rounding, which has neither. They
-run in fp32, like pooled vectors. Source: base/modules/dense.py, sentence_transformer/modules/layer_norm.py and
-weighted_layer_pooling.py of sentence-transformers; st_quantize.py of perplexity-ai/pplx-embed-v1-0.6b.
+WeightedLayerPooling, Dense and LayerNorm have a folder each with config.json and model.safetensors; the rounding of
+pplx-embed has neither. They run in fp32, like pooled vectors. Source: base/modules/dense.py,
+sentence_transformer/modules/layer_norm.py and weighted_layer_pooling.py of sentence-transformers; st_quantize.py of
+perplexity-ai/pplx-embed-v1-0.6b. SPLADE makes weights of terms of logits. Source: Formal et al. 2021, arXiv:2109.10086.
+
+One head of bge-m3 gives a weight to each term of a text, the other one a vector to each token. `varlen convert-pickle`
+writes sparse_linear.pt and colbert_linear.pt as folders of these names, each in the form of a Dense module. A weight of
+a term is the largest of its tokens, special tokens left out; the first token has no vector.
+Source: Chen et al. 2024, arXiv:2402.03216, and inference/embedder/encoder_only/m3.py of FlagEmbedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import (
     Json,
     check_fields,
+    read_choice,
     read_flag,
     read_int,
     read_object,
     show,
 )
+from varlen.models.checkpoint.files import TOKENIZER, has_file
 from varlen.models.checkpoint.weights import CheckpointWeights, check_shapes, read_headers
-from varlen_kernels import Activation, Pooling
+from varlen_kernels import Activation, Pooling, TermPooling
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +74,6 @@ class DenseConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         size = self.out_features, self.in_features
         shapes: dict[str, tuple[int, ...]] = {"linear.weight": size}
         if self.bias:
@@ -82,12 +89,10 @@ class DenseConfig:
 
     @property
     def shown(self) -> str:
-        """What it does, for a person."""
         residual = ", residual" if self.has_residual else ""
         return f"dense {self.in_features} to {self.out_features}, {self.activation}{residual}"
 
     def load(self, read: LayerReader) -> DenseLayer:
-        """Return it with its tensors."""
         size = self.in_features, [self.out_features]
         projects = self.projects_residual
         return DenseLayer(
@@ -100,32 +105,24 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """Settings of one LayerNorm module.
-
-    Attributes:
-        path: path of its folder, relative to the checkpoint.
-    """
+    """Settings of one LayerNorm module."""
 
     path: str
     in_features: int
 
     @property
     def out_features(self) -> int:
-        """Features of a vector behind it."""
         return self.in_features
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         return dict.fromkeys(("norm.weight", "norm.bias"), (self.in_features,))
 
     @property
     def shown(self) -> str:
-        """What it does, for a person."""
         return "layer norm"
 
     def load(self, read: LayerReader) -> NormLayer:
-        """Return it with its tensors."""
         return NormLayer(read.norm("norm", self.in_features))
 
 
@@ -186,7 +183,6 @@ class LayerMix:
     """Settings of the module WeightedLayerPooling, the weighted mean of the outputs of layers.
 
     Attributes:
-        path: path of its folder, relative to the checkpoint.
         num_layers: number of layers of the model. The output of layer 0 are its embeddings.
     """
 
@@ -196,7 +192,6 @@ class LayerMix:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its tensors by name."""
         return {"layer_weights": (self.num_layers + 1 - self.first,)}
 
     def load(self, folder: Path) -> list[float]:
@@ -230,10 +225,6 @@ def read_layer_mix(folder: Path, path: str, model: Json) -> LayerMix | None:
 
     None if it has no effect: sentence-transformers gives it the outputs of layers only if config.json says so.
 
-    Args:
-        path: path of the module's folder, relative to the checkpoint.
-        model: content of config.json.
-
     Raises:
         CheckpointError: its file is damaged, or does not fit the model.
     """
@@ -258,9 +249,6 @@ def read_layer_mix(folder: Path, path: str, model: Json) -> LayerMix | None:
 def read_norm(folder: Path, path: str) -> NormConfig:
     """Return the settings of a LayerNorm module of a checkpoint folder.
 
-    Args:
-        path: path of the module's folder, relative to the checkpoint.
-
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
     """
@@ -274,7 +262,6 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
     """Return the settings of a Dense module of a checkpoint folder.
 
     Args:
-        path: path of the module's folder, relative to the checkpoint.
         of: vector that it reads and writes, by its name in sentence-transformers.
 
     Raises:
@@ -301,11 +288,7 @@ def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> De
 
 
 def check_widths(layers: Sequence[VectorConfig], features: int) -> None:
-    """Raise CheckpointError unless each layer reads as many features as it gets.
-
-    Args:
-        layers: layers in order.
-    """
+    """Raise CheckpointError unless each layer reads as many features as it gets."""
     for layer in layers:
         if layer.in_features != features:
             name = "in_features" if isinstance(layer, DenseConfig) else "dimension"
@@ -340,3 +323,119 @@ def load_layers(
         with CheckpointWeights(folder / layer.path) as weights:
             loaded.append(layer.load(LayerReader(weights, torch.float32, device)))
     return tuple(loaded)
+
+
+_POOLINGS: Mapping[str, TermPooling] = {"max": "max", "sum": "sum"}
+# How often log(1 + ...) is applied. Source of the second: arXiv:2504.14839.
+_LOGS: Mapping[str, int] = {"relu": 1, "log1p_relu": 2}
+# embedding_dimension is the number of terms, or null.
+_SPLADE_FIELDS = (
+    "pooling_strategy",
+    "activation_function",
+    "embedding_dimension",
+    "word_embedding_dimension",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpladeConfig:
+    """How weights of terms are made.
+
+    Attributes:
+        pooling: pooling over the tokens of a sequence.
+        logs: number of times that log(1 + ...) is applied to a positive logit.
+        max_active_dims: number of largest weights to keep in a vector, unless a request says it; None is all.
+    """
+
+    pooling: TermPooling = "max"
+    logs: int = 1
+    max_active_dims: int | None = None
+
+
+def read_splade(folder: Path, path: str, max_active_dims: int | None) -> SpladeConfig:
+    """Return the settings of a SpladePooling module.
+
+    Args:
+        path: path of the module's folder, relative to the checkpoint.
+
+    Raises:
+        CheckpointError: its file is damaged, or asks for something that is not served.
+    """
+    name = f"{path}/config.json"
+    config = read_object(folder, name)
+    check_fields(config, name, known=_SPLADE_FIELDS, fixed={})
+    return SpladeConfig(
+        read_choice(config, "pooling_strategy", _POOLINGS, default="max", name=name),
+        read_choice(config, "activation_function", _LOGS, default="relu", name=name),
+        max_active_dims,
+    )
+
+
+SPARSE, VECTORS = "sparse_linear", "colbert_linear"
+# Tokens without a weight, by their names in tokenizer_config.json.
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class M3Heads:
+    """The heads that a checkpoint has.
+
+    Attributes:
+        sparse: layer of the weight of a token, of `sparse_embed`.
+        vectors: layer of its vector, of `token_embed`.
+        unweighted: tokens without a weight.
+    """
+
+    sparse: DenseConfig | None
+    vectors: DenseConfig | None
+    unweighted: tuple[int, ...]
+
+
+def read_m3_heads(
+    folder: Path, hidden_size: int, special_tokens: Mapping[str, str]
+) -> M3Heads | None:
+    """Return the heads in a checkpoint folder, None without any.
+
+    Args:
+        hidden_size: features that they read.
+        special_tokens: texts of special tokens by name.
+
+    Raises:
+        CheckpointError: a file of them is damaged, or does not fit the model.
+    """
+    sparse = _read(folder, SPARSE, hidden_size, "relu", 1)
+    vectors = _read(folder, VECTORS, hidden_size, "identity", None)
+    if sparse is None and vectors is None:
+        return None
+    texts = {special_tokens[name] for name in _UNWEIGHTED if name in special_tokens}
+    return M3Heads(sparse, vectors, _ids_of(folder, texts) if sparse else ())
+
+
+def _read(
+    folder: Path, path: str, hidden_size: int, activation: str, features: int | None
+) -> DenseConfig | None:
+    if not has_file(folder, f"{path}/config.json"):
+        return None
+    layer = read_dense(folder, path)
+    fits = layer.in_features == hidden_size and features in (None, layer.out_features)
+    if not fits or layer.activation != activation or layer.has_residual:
+        raise CheckpointError(
+            f"{path}/config.json has the layer {layer.shown}; allowed: {hidden_size} to"
+            f" {'any number' if features is None else features}, {activation}"
+        )
+    return layer
+
+
+def _ids_of(folder: Path, texts: Collection[str]) -> tuple[int, ...]:
+    """Return the ids of tokens by their texts, in tokenizer.json."""
+    tokenizer: Any = read_object(folder, TOKENIZER)
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = vocabulary if isinstance(vocabulary, dict) else {}
+    try:
+        ids = {**ids, **{str(token["content"]): int(token["id"]) for token in added or ()}}
+    except (TypeError, KeyError, ValueError):
+        raise CheckpointError(
+            f"{TOKENIZER} has added_tokens {show(added)}; allowed: a list of objects with content and id"
+        ) from None
+    return tuple(sorted(ids[text] for text in texts if text in ids))

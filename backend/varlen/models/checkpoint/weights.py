@@ -240,7 +240,6 @@ class CheckpointWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors."""
         return self._headers.keys()
 
     def read(self, name: str, *shape: int) -> "Tensor":

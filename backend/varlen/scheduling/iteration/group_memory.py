@@ -30,7 +30,6 @@ class BlockCopies:
     """
 
     def __init__(self, blocks: BlockPool) -> None:
-        """Start without a copy."""
         self._blocks = blocks
         self.next: dict[int, int] = {}
         self.in_flight: list[dict[int, int]] = []
@@ -54,7 +53,6 @@ class BlockCopies:
         return copies
 
     def end(self, copies: dict[int, int]) -> None:
-        """Forget the copies of a step, which were made."""
         if self._remove(copies):
             self._release_kept()
 
@@ -250,7 +248,6 @@ class GroupMemory:
         """Let others share the blocks that a chunk has filled.
 
         Args:
-            chunk: the chunk. Tokens of beams are not shared: only the device knows them.
             end: position after its last token that does not run again.
         """
         begin, size = chunk.start, self.blocks.block_size
@@ -389,7 +386,6 @@ class GroupMemory:
         group.reserved = 0
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
-        """Return the lowest free slots of beams."""
         while len(self._free_slots) < count:
             heapq.heappush(self._free_slots, self._num_slots)
             self._num_slots += 1

@@ -53,7 +53,6 @@ class RunningSlots:
 
     @property
     def taken(self) -> int:
-        """All running branches."""
         return self.others + self.short
 
     def is_short(self, group: Group) -> bool:
@@ -79,11 +78,9 @@ class RunningSlots:
         return self.short < self.short_count
 
     def take(self, group: Group) -> None:
-        """Count a group that starts."""
         self._add(group, group.max_branches)
 
     def leave(self, group: Group) -> None:
-        """Count a group that stops."""
         self._add(group, -group.max_branches)
 
     def _add(self, group: Group, branches: int) -> None:
@@ -162,19 +159,11 @@ class GroupQueues:
     Only running groups have blocks.
 
     Attributes:
-        running: running groups, in order.
-        num_waiting: number of waiting branches.
         memory_preemptions: number of branches that gave back their blocks because there were too few.
         order_preemptions: number of branches that gave back their blocks to a group before them.
     """
 
     def __init__(self, memory: GroupMemory, slots: RunningSlots, stages: int) -> None:
-        """Start without a group.
-
-        Args:
-            slots: slots of running branches.
-            stages: stages of the model's pipeline; 1 is no pipeline.
-        """
         self._memory = memory
         self._slots = slots
         self._stages = stages
@@ -189,16 +178,13 @@ class GroupQueues:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no group waits or runs."""
         return not self.running and not self._waiting
 
     @property
     def num_running(self) -> int:
-        """Number of running branches."""
         return self._slots.taken
 
     def add(self, group: Group) -> None:
-        """Add a group to the waiting groups, in order."""
         self._waiting.add(group)
         if self._slots.is_short(group):
             self._short.add(group)
@@ -283,7 +269,6 @@ class GroupQueues:
             self._preempt(group)
 
     def remove_waiting(self, group: Group) -> None:
-        """Remove a group that waits."""
         self._waiting.remove(group)
         self._short.discard(group)
         self.num_waiting -= group.max_branches

@@ -23,7 +23,6 @@ class BeamBlocks:
     Attributes:
         slots: slot of each beam in the state that the device keeps of all beams that run.
         num_tokens: length of the prompt.
-        block_size: tokens of a block.
         blocks: blocks of one column after another, one for each beam. The first beam writes to the last block of the
             prompt, so a column that begins with the prompt has one less.
     """
@@ -39,7 +38,6 @@ class BeamBlocks:
 
     @property
     def num_beams(self) -> int:
-        """Number of beams."""
         return len(self.slots)
 
     def column(self, position: int) -> slice:
@@ -192,7 +190,6 @@ class Group:
 
     @property
     def least_tokens(self) -> int:
-        """Least number of tokens that it runs in a step."""
         return self.num_branches + (0 if self.is_encoded else self.source_tokens)
 
     @property

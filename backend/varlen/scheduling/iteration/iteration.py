@@ -170,7 +170,6 @@ class IterationScheduler:
         Args:
             blocks: KV memory, which nothing else uses.
             kv_policy: condition for the start of a sequence; see the settings.
-            admission: counts waiting work.
         """
         self._limits = limits
         slots = RunningSlots.of(limits)
@@ -229,11 +228,9 @@ class IterationScheduler:
         return forecast
 
     def withdraw(self, request: Request, forecast: Forecast) -> None:
-        """Subtract a request that was admitted and is not added. From any thread."""
         self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
 
     def add(self, request: RequestState) -> None:
-        """Queue an admitted request."""
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
         self._is_blocked = False
         number, samples = next(self._numbers), sequences[0].generation.n
@@ -257,7 +254,6 @@ class IterationScheduler:
         return self._is_blocked or len(self._in_flight) == self._max_in_flight
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next step and mark its sequences as running; None if there is none."""
         if self._has_to_wait:
             return None
         step = self._next_step()
@@ -268,7 +264,6 @@ class IterationScheduler:
         return None
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
-        """Return a scheduled step without its finished sequences; None if all are finished."""
         self._admission.mark_ended(batch)
         step = self._in_flight[-1]
         for group in [group for group in step.chunks if group.is_finished]:
@@ -281,7 +276,6 @@ class IterationScheduler:
         return None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
-        """Return the new tokens of a step that has run, or its failures."""
         self._admission.mark_ended(batch)
         self._is_blocked = False
         if not self._in_flight or self._in_flight[0].number > batch.number:
@@ -314,7 +308,6 @@ class IterationScheduler:
         return events
 
     def remove(self, request: RequestState) -> None:
-        """Finish all sequences of a request, and release their blocks."""
         self._is_blocked = False
         groups = {self._group_of[s]: None for s in request.sequences if s in self._group_of}
         waiting = [group for group in groups if group.first.status == "waiting"]
@@ -559,7 +552,6 @@ class IterationScheduler:
         self._group_of.update((each.first, each) for each in groups)
 
     def _end(self, group: Group) -> None:
-        """Release all of a finished group that was running."""
         self._queues.remove_running(group)
         self._forget(group)
 

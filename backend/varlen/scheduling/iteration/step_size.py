@@ -31,7 +31,6 @@ class StepLimits:
         max_running_sequences: largest number of sequences that run at the same time, without `short_slots`.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
         short_slots: slots beside them for short sequences.
-        short_tokens: tokens of the longest short one, prompt and generated tokens together.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
     """
 
@@ -163,7 +162,6 @@ class StepCost:
         return Forecast(share, least_seconds=alone, part_before=part_before)
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a step."""
         self._steps += 1
         if self._steps == 1:
             # the first one loads and compiles

@@ -51,7 +51,6 @@ class OneShotScheduler:
         Args:
             config: names the policy, the trigger and the limits of a batch.
             costs: predicts the run time of batches; refined here.
-            admission: counts waiting work.
             max_batch_tokens: largest batch of several sequences; a longer sequence runs by itself.
         """
         is_by_cost = config.policy == "dp"
@@ -81,23 +80,19 @@ class OneShotScheduler:
         return forecast
 
     def withdraw(self, request: Request, forecast: Forecast) -> None:
-        """Subtract a request that was admitted and is not added. From any thread."""
         self._admission.leave(Work(1, request.num_tokens, forecast.seconds))
 
     def add(self, request: RequestState) -> None:
-        """Queue an admitted request."""
         forecast = request.forecast
         # when its time comes, a batch may just have started, and its own runs after that
         self._queue.add(request, request.deadline - forecast.seconds - 2 * forecast.batch_seconds)
 
     def wake_at(self, now: float) -> float | None:
-        """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
         if self._split:
             return now
         return self._starts_at(now) if self._queue else None
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next batch and mark it as running; None if it is too early."""
         while self._split:
             part = self.trim(self._split.popleft(), now)
             if part is not None:
@@ -116,7 +111,6 @@ class OneShotScheduler:
         return batch
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
-        """Return a scheduled batch without its finished sequences; None if all are finished."""
         left = [sequence for sequence in batch.sequences if sequence.status == "running"]
         if len(left) == len(batch.sequences):
             return batch
@@ -124,7 +118,6 @@ class OneShotScheduler:
         return self._start(self._part(left, batch.reason), now) if left else None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
-        """Return the outputs and the failures of a batch that has run."""
         self._admission.mark_ended(batch)
         if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
@@ -146,7 +139,6 @@ class OneShotScheduler:
         return [*events]
 
     def remove(self, request: RequestState) -> None:
-        """Drop the waiting sequences of a request; outputs of running ones are ignored."""
         self._queue.discard(request)
         waiting = [sequence for sequence in request.sequences if sequence.status == "waiting"]
         if waiting:
@@ -155,7 +147,6 @@ class OneShotScheduler:
             sequence.finish()
 
     def drain(self) -> None:
-        """Stop waiting for fuller batches: no more requests come."""
         self._max_delay = 0.0
 
     def _start(self, batch: Batch, now: float) -> Batch:

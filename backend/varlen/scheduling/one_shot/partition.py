@@ -137,8 +137,6 @@ class DpPartition:
         """Make a policy.
 
         Args:
-            costs: predicts the seconds of any batch.
-            workers: number of batches that run at the same time.
             pressure: number of requests that come for each that waits, infinity for the least total seconds.
         """
         self._limits = limits
@@ -147,7 +145,6 @@ class DpPartition:
         self._pressure = pressure
 
     def choose(self, queue: RequestQueue, slowdown: float) -> Batch:
-        """Return a batch of the best partition, at least one sequence."""
         sequences = self._front(queue)
         first = sequences[0]
         if len(sequences) == 1:

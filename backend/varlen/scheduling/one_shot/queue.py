@@ -32,7 +32,6 @@ class _Entry:
     """A request in the queue.
 
     Attributes:
-        number: number in order of arrival.
         rank: place in the order of fair service; see `FairShare.enter`.
         latest_start: time from which it goes first.
         is_urgent: whether that time has come.
@@ -79,7 +78,6 @@ class RequestQueue:
         self.now = -math.inf
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._entry_of)
 
     def __iter__(self) -> Iterator[SequenceState]:

@@ -2,29 +2,25 @@
 
 One step is one key head of one sequence. Its keys are copied as panels of 16 keys, with the features as rows, so that
 16 scores of a query are one vector; its values are copied as rows. Tiles of 16 queries read blocks of 128 keys with a
-running maximum (Milakov, Gimelshein 2018, arXiv:1805.02867), so scores stay in the first-level cache. A sequence has
-the same result by itself and in a batch, to the last bit.
-Source: the specification is `reference.attention_varlen`.
+running maximum (Milakov, Gimelshein 2018, arXiv:1805.02867), so scores stay in the first-level cache.
 """
 
 import numpy as np
 
-from varlen_kernels.cpu.bodies.attention_distances import (
-    copy_distances,
-    distance_bytes,
-    make_distances,
-    write_distance_scores,
-)
 from varlen_kernels.cpu.bodies.attention_weights import (
     ROWS,
     cap_scores,
     clear_rows,
     clear_unread,
+    copy_distances,
     copy_head,
+    distance_bytes,
     forget_keys,
+    make_distances,
     multiply,
     weigh,
     write_context,
+    write_distance_scores,
     write_score_bias,
 )
 from varlen_kernels.cpu.native.lanes import load, splat, sum_of, transpose

@@ -1,4 +1,4 @@
-"""The order of codes in panels, for products in int8 and int4 (`int8_tile`)."""
+"""The order of codes in panels, for products in int8 and int4 (`int8_panels`)."""
 
 import torch
 from torch import Tensor

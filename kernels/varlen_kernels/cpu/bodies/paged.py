@@ -1,36 +1,42 @@
-"""Attention of single tokens over KV blocks on a CPU, for functions that numba compiles.
+"""KV blocks on a CPU, for functions that numba compiles: appended tokens, copies, and attention.
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are,
 once for all query heads of a key head, and no score leaves the cache of its core. The tokens of a block are read as
 four runs side by side: a core reads several streams of memory faster than one. The products of 16 keys are summed
-together, so that no score is a sum of its own.
-Source: the specification is `reference.attention_paged`; docs/decisions/0019-cpu-decoding.md has measurements.
+together, so that no score is a sum of its own. docs/decisions/0019-cpu-decoding.md has measurements.
+Several new tokens of a sequence: its keys and values are copied once for each key head, into what `attention` reads.
 """
 
 import numpy as np
 
+from varlen_kernels.cpu.bodies.attention import attend_queries, attention_bytes, attention_views
 from varlen_kernels.cpu.bodies.attention_weights import (
     LOWEST,
     cap_scores,
+    clear_rows,
     copy_head,
     weigh,
     write_context,
 )
-from varlen_kernels.cpu.bodies.kv_blocks import block_row, copy_row
+from varlen_kernels.cpu.bodies.rows import write_rotated_head
 from varlen_kernels.cpu.native.lanes import (
     fold_1,
     fold_2,
     fold_4,
     fold_8,
     load,
+    load_first,
     multiply_add,
     splat,
     store,
+    store_first,
     sum_of,
+    transpose,
 )
 from varlen_kernels.cpu.native.native import (
     aligned,
     clear,
+    copy_bytes,
     fp32_matrix,
     fp32_vector,
     free_memory,
@@ -41,6 +47,113 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+
+
+@inlined
+def copy_row(source, row, column, count, destination, to_row):
+    """Copy `count` numbers into the first columns of a row."""
+    whole = count // LANES * LANES
+    for feature in range(0, whole, LANES):
+        store(destination, to_row, feature, load(source, row, column + feature))
+    if 0 < whole < count:
+        # again some numbers of the vector before it
+        rest = count - LANES
+        store(destination, to_row, rest, load(source, row, column + rest))
+    elif whole < count:
+        store_first(destination, to_row, 0, load_first(source, row, column, count), count)
+
+
+@inlined
+def block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size):
+    """Return the row of a token's key in the cache, for one key head."""
+    block = np.int64(blocks[first_block + position // block_size])
+    return (block * num_kv_heads + kv_head) * block_size + position % block_size
+
+
+@inlined_body
+def append(
+    first,
+    last,
+    qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    slots,  # [tokens]
+    keys,  # [blocks * num_kv_heads * block_size, head_dim]
+    values,  # [blocks * num_kv_heads * block_size, head_dim]
+    position_ids,  # [tokens], or [0] for no rotation
+    cos_sin,  # [positions, head_dim]
+    query_weight,  # [1, head_dim], or [0, 0] for no norm
+    key_weight,  # [1, head_dim], or [0, 0] for no norm
+    num_heads,
+    num_kv_heads,
+    block_size,
+    eps,
+    out,  # [tokens, qkv.shape[1]], gets rotated queries
+):
+    """Write the keys and values of some tokens, and their queries if these are rotated."""
+    head_dim = keys.shape[1]
+    is_rotated = len(position_ids) > 0
+    if is_rotated:
+        for token in range(first, last):
+            position = np.int64(position_ids[token])
+            for head in range(num_heads):
+                column = head * head_dim
+                write_rotated_head(
+                    qkv,
+                    token,
+                    column,
+                    head_dim,
+                    query_weight,
+                    eps,
+                    cos_sin,
+                    position,
+                    out,
+                    token,
+                    column,
+                )
+            if slots[token] < 0:
+                continue
+            for head in range(num_kv_heads):
+                column = (num_heads + head) * head_dim
+                row = _slot_row(slots[token], head, num_kv_heads, block_size)
+                write_rotated_head(
+                    qkv, token, column, head_dim, key_weight, eps, cos_sin, position, keys, row, 0
+                )
+    # by head, because the slots of neighbouring tokens are neighbours
+    for head in range(num_kv_heads):
+        column = (num_heads + head) * head_dim
+        for token in range(first, last):
+            if slots[token] < 0:
+                continue
+            row = _slot_row(slots[token], head, num_kv_heads, block_size)
+            if not is_rotated:
+                copy_row(qkv, token, column, head_dim, keys, row)
+            copy_row(qkv, token, column + num_kv_heads * head_dim, head_dim, values, row)
+    return 0
+
+
+@inlined
+def _slot_row(slot, kv_head, num_kv_heads, block_size):
+    """Return the row of a slot in the cache, for one key head."""
+    return (slot // block_size * num_kv_heads + kv_head) * block_size + slot % block_size
+
+
+@inlined_body
+def copy_blocks(
+    first,
+    last,
+    memory,
+    copies,  # [copies, 2]
+    block_bytes,
+    cache_bytes,
+):
+    """Copy blocks of some of the caches that begin at an address."""
+    for number in range(first, last):
+        cache = memory + number * cache_bytes
+        for i in range(len(copies)):
+            source, copy = np.int64(copies[i, 0]), np.int64(copies[i, 1])
+            if source != copy:
+                copy_bytes(cache + copy * block_bytes, cache + source * block_bytes, block_bytes)
+    return 0
+
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
@@ -343,6 +456,113 @@ def attend_tokens(
                 window,
                 soft_cap,
                 out,
+                views,
+            )
+    free_memory(memory)
+    return 0
+
+
+@inlined
+def _copy_context(
+    length,
+    keys,
+    values,
+    blocks,
+    first_block,
+    kv_head,
+    num_kv_heads,
+    block_size,
+    scale,
+    keys_values,
+):
+    """Write panels of the scaled keys of a sequence, and rows of its values."""
+    lanes, panels, value_rows = keys_values
+    head_dim, width = keys.shape[1], value_rows.shape[1]
+    for first in range(0, length, LANES):
+        count = min(LANES, length - first)
+        for i in range(count):
+            position = first + i
+            row = block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+            copy_head(keys, row, 0, head_dim, lanes, i)
+            copy_head(values, row, 0, head_dim, value_rows, position)
+        clear_rows(lanes, count, LANES)
+        for feature in range(0, width, LANES):
+            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
+
+
+@inlined_body
+def attend_chunks(
+    first_item,
+    last_item,
+    queries,
+    keys,
+    values,
+    num_kv_heads,
+    block_size,
+    cu_seqlens,
+    context_lens,
+    blocks,
+    cu_blocks,
+    bias,
+    scale,
+    window,
+    soft_cap,
+    out,
+):
+    """Write the attention of sequences with several new tokens; return whether memory ran out.
+
+    Args:
+        first_item, last_item: items, each one key head of one sequence, ordered by key head: sequences with several new
+            tokens are the last ones, so cores share them by heads.
+        queries, keys, values, num_kv_heads, block_size, cu_seqlens, context_lens, blocks, cu_blocks, bias, scale: see
+            `paged.attend_tokens`.
+        window, soft_cap, out: see there.
+    """
+    sequences, longest = len(context_lens), 0
+    head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
+    width = (head_dim + LANES - 1) // LANES * LANES
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
+            longest = max(longest, context_lens[sequence])
+    if longest == 0:
+        return 0
+    memory = new_memory(attention_bytes(longest, width, True, False))
+    if memory == 0:
+        return 1
+    views = attention_views(memory, longest, width, True, False)
+    for item in range(first_item, last_item):
+        kv_head, sequence = item // sequences, item % sequences
+        start, length = cu_seqlens[sequence], context_lens[sequence]
+        count = cu_seqlens[sequence + 1] - start
+        if count > 1:
+            _copy_context(
+                length,
+                keys,
+                values,
+                blocks,
+                cu_blocks[sequence],
+                kv_head,
+                num_kv_heads,
+                block_size,
+                scale,
+                views[2],
+            )
+            attend_queries(
+                queries,
+                start,
+                length - count,
+                length,
+                length,
+                kv_head * group,
+                group,
+                head_dim,
+                bias,
+                True,
+                window,
+                soft_cap,
+                out,
+                None,
                 views,
             )
     free_memory(memory)

@@ -1,4 +1,4 @@
-"""The order of weights in panels, for products in fp32 and bf16 (`panel_tile`)."""
+"""The order of weights in panels, for products in fp32 and bf16 (`panels`)."""
 
 from typing import NamedTuple
 

@@ -1,17 +1,31 @@
 """Linear layers with what follows them, compiled by numba.
 
-The weight is in panels, which `panel_tile` multiplies. Many tokens are multiplied in blocks whose rows stay in the
-second-level cache while each panel passes; few tokens are split over cores by panels. Bias and activation are added to
-a tile while it is in the first-level cache. bf16 is summed in fp32; where the CPU does not multiply it, it is widened
-when it is loaded.
-A token has the same result by itself and in a batch, and on any number of threads, to the last bit.
-Source: the specifications are `reference.linear` and `reference.activate`.
+A panel is some neighbouring features of a weight, row after row, so that a product reads it from one end to the other:
+few rows are multiplied as fast as memory delivers the weight. A tile is up to 6 rows by the features of a panel; its
+sums stay in registers. Each sum adds its products in the order of the hidden features, whatever the tile. A weight may
+also be a plain matrix; a tile then has some of its columns.
+
+Many tokens are multiplied in blocks whose rows stay in the second-level cache while each panel passes; few tokens are
+split over cores by panels. Bias and activation are added to a tile while it is in the first-level cache.
+
+Rows are fp32, and bf16 is widened when it is loaded. Where the CPU multiplies pairs of bf16 numbers (AVX-512 BF16),
+rows of a bf16 weight are bf16 instead: an instruction adds two products to each of 16 sums in fp32.
 """
 
+from typing import Any
+
+import numba.extending
+from llvmlite import ir
+from numba.core import cgutils, types
+
 from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
-from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS, PANEL_FEATURES, TILE_ROWS
-from varlen_kernels.cpu.bodies.panel_tile import multiply_rows
-from varlen_kernels.cpu.native.lanes import load
+from varlen_kernels.cpu.bodies.panel_layout import (
+    HAS_PAIRS,
+    PANEL_FEATURES,
+    PANEL_VECTORS,
+    TILE_ROWS,
+)
+from varlen_kernels.cpu.native.lanes import element_address, load, moved
 from varlen_kernels.cpu.native.native import (
     aligned,
     fp32_matrix,
@@ -22,6 +36,211 @@ from varlen_kernels.cpu.native.native import (
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
+
+# Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
+_UNROLLED = 4
+_FETCHED_AHEAD = 16
+
+_BYTE, _HALF, _INT, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+_FLOATS, _INTS, _HALVES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, _HALF))
+_PAIR_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
+
+
+class _Tile:
+    """Writes the instructions of a product of some rows with a panel, or with columns."""
+
+    def __init__(
+        self,
+        context: Any,
+        builder: Any,
+        declared: Any,
+        values: Any,
+        rows: int,
+        vectors: int = PANEL_VECTORS,
+        *,
+        of_columns: bool = False,
+    ) -> None:
+        self._builder, self._vectors = builder, vectors
+        x, row, weight, begin, column, sums = values
+        x_type, weight_type, sums_type = (declared.args[i] for i in (0, 2, 5))
+        # bytes of a number of the weight and of a row, and hidden features that are multiplied at a time
+        self._width, self._row_width = (each.dtype.bitwidth // 8 for each in (weight_type, x_type))
+        self._depth = 2 if HAS_PAIRS and self._row_width == 2 else 1
+        zero = ir.Constant(_SIZE, 0)
+
+        def row_of(array_type: Any, array: Any, number: Any) -> Any:
+            return element_address(context, builder, array_type, array, number, zero)
+
+        self._rows = [
+            row_of(x_type, x, builder.add(row, ir.Constant(_SIZE, i))) for i in range(rows)
+        ]
+        self._panel = element_address(context, builder, weight_type, weight, begin, column)
+        # from one hidden feature or pair of the weight to the next one
+        self._row_bytes = ir.Constant(_SIZE, vectors * LANES * self._width * self._depth)
+        if of_columns:
+            strides = context.make_array(weight_type)(context, builder, weight).strides
+            self._row_bytes = cgutils.unpack_tuple(builder, strides, 2)[0]
+        self._sums = [row_of(sums_type, sums, ir.Constant(_SIZE, i)) for i in range(rows)]
+        shape = context.make_array(x_type)(context, builder, x).shape
+        self._hidden = cgutils.unpack_tuple(builder, shape, 2)[1]
+        self._totals = [
+            [cgutils.alloca_once(builder, _FLOATS) for _ in range(vectors)] for _ in range(rows)
+        ]
+        for total in (each for of_row in self._totals for each in of_row):
+            builder.store(ir.Constant(_FLOATS, None), total)
+        self._multiply()
+        for address, of_row in zip(self._sums, self._totals, strict=True):
+            for i, total in enumerate(of_row):
+                place = moved(builder, address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
+                builder.store(builder.load(total), place, align=4)
+
+    def _multiply(self) -> None:
+        builder, unrolled = self._builder, ir.Constant(_SIZE, _UNROLLED)
+        depth = ir.Constant(_SIZE, self._depth)
+        places = builder.udiv(self._hidden, depth)
+        turns = builder.udiv(places, unrolled)
+        with cgutils.for_range(builder, turns) as loop:
+            first = builder.mul(loop.index, unrolled)
+            for i in range(_UNROLLED):
+                self._add_products(builder.add(first, ir.Constant(_SIZE, i)))
+        done = builder.mul(turns, unrolled)
+        with cgutils.for_range(builder, builder.sub(places, done)) as loop:
+            self._add_products(builder.add(done, loop.index))
+        if self._depth > 1:
+            # the last feature of an odd number
+            with builder.if_then(
+                builder.icmp_unsigned("!=", self._hidden, builder.mul(places, depth))
+            ):
+                self._add_products(places, is_last=True)
+
+    def _add_products(self, place: Any, *, is_last: bool = False) -> None:
+        """Add the products with a row or a pair of rows of the panel.
+
+        Args:
+            place: number of the row, or of the pair.
+            is_last: whether it is half a pair.
+        """
+        builder, vector_bytes = self._builder, LANES * self._width * self._depth
+        weights = moved(builder, self._panel, builder.mul(place, self._row_bytes), _BYTE)
+        ahead = builder.mul(self._row_bytes, ir.Constant(_SIZE, _FETCHED_AHEAD))
+        factors = []
+        for i in range(self._vectors):
+            offset = ir.Constant(_SIZE, i * vector_bytes)
+            self._fetch(moved(builder, weights, builder.add(ahead, offset), _BYTE))
+            factors.append(self._weights(moved(builder, weights, offset, _BYTE)))
+        for row, of_row in zip(self._rows, self._totals, strict=True):
+            number = self._number(
+                builder.mul(place, ir.Constant(_SIZE, self._row_width * self._depth)), row, is_last
+            )
+            vector = ir.VectorType(number.type, LANES)
+            empty = ir.Constant(vector, ir.Undefined)
+            first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
+            repeated = builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+            for factor, total in zip(factors, of_row, strict=True):
+                builder.store(self._added(builder.load(total), repeated, factor), total)
+
+    def _number(self, offset: Any, row: Any, is_last: bool) -> Any:
+        """Return a number of a row, or a pair of bf16 numbers as 32 bits."""
+        builder = self._builder
+        if self._depth == 1:
+            return builder.load(moved(builder, row, offset, _FLOAT))
+        if is_last:
+            return builder.zext(builder.load(moved(builder, row, offset, _HALF), align=2), _INT)
+        return builder.load(moved(builder, row, offset, _INT), align=2)
+
+    def _added(self, total: Any, numbers: Any, factors: Any) -> Any:
+        """Return sums plus products."""
+        builder = self._builder
+        if self._depth == 1:
+            kind, name = ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{LANES}f32"
+            multiply_add = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.call(multiply_add, (numbers, factors, total))
+        # LLVM reads the vectors of 32 bits, which old versions have, as pairs of bf16
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _INTS])
+        add_pairs = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCTS)
+        return builder.call(add_pairs, (total, numbers, factors))
+
+    def _weights(self, address: Any) -> Any:
+        """Return a vector of the panel in fp32, or of its pairs."""
+        builder = self._builder
+        if self._depth > 1:
+            return builder.load(builder.bitcast(address, _INTS.as_pointer()), align=4)
+        if self._width == 4:
+            return builder.load(builder.bitcast(address, _FLOATS.as_pointer()), align=4)
+        halves = builder.load(builder.bitcast(address, _HALVES.as_pointer()), align=2)
+        wide = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
+        return builder.bitcast(wide, _FLOATS)
+
+    def _fetch(self, address: Any) -> None:
+        """Have a cache line read: it is needed soon."""
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
+        fetch = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
+        # to read, into all levels, of data
+        self._builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
+
+
+def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
+    """Return a function that writes the products of `rows` rows; see `_products`."""
+
+    @numba.extending.intrinsic
+    def multiply(_context, x, _row, weight, _begin, _column, sums):
+        def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+            _Tile(context, builder, declared, values, rows, vectors, of_columns=of_columns)
+            return context.get_dummy_value()
+
+        return types.none(x, types.int64, weight, types.int64, types.int64, sums), generate
+
+    return multiply
+
+
+def _products(vectors: int, *, of_columns: bool) -> Any:
+    """Return a function that writes the products of up to TILE_ROWS rows.
+
+    Args:
+        vectors: vectors of a panel's row, or of the columns.
+        of_columns: whether the weight is a plain matrix.
+    """
+    one, two, three, four, five, six = (
+        _product_of(rows, vectors, of_columns=of_columns) for rows in range(1, TILE_ROWS + 1)
+    )
+
+    @inlined
+    def multiply(rows, x, row, weight, begin, column, sums):
+        if rows == 6:
+            six(x, row, weight, begin, column, sums)
+        elif rows == 5:
+            five(x, row, weight, begin, column, sums)
+        elif rows == 4:
+            four(x, row, weight, begin, column, sums)
+        elif rows == 3:
+            three(x, row, weight, begin, column, sums)
+        elif rows == 2:
+            two(x, row, weight, begin, column, sums)
+        else:
+            one(x, row, weight, begin, column, sums)
+
+    return multiply
+
+
+_multiply_panel = _products(PANEL_VECTORS, of_columns=False)
+# multiply_vector(rows, x, row, weight, begin, column, sums) writes the products of some rows, fp32 from `row` on, with
+# LANES columns of the rows of a plain matrix from `begin` on; multiply_columns, with PANEL_FEATURES columns.
+multiply_vector = _products(1, of_columns=True)
+multiply_columns = _products(PANEL_VECTORS, of_columns=True)
+
+
+@inlined
+def multiply_rows(rows, x, row, panels, panel, sums):
+    """Write the products of some rows with a panel.
+
+    Args:
+        rows: number of rows, 1 to TILE_ROWS, from `row` on.
+        x: `[tokens, hidden]` fp32, or bf16 as uint16 if the CPU multiplies pairs.
+        panels: made by `panel_layout.pack_panels`, bf16 as uint16.
+        sums: `[TILE_ROWS, PANEL_FEATURES]` fp32, the first rows are overwritten.
+    """
+    _multiply_panel(rows, x, row, panels, panel, 0, sums)
 
 
 @inlined

@@ -102,7 +102,6 @@ def compiled_form(op: Op) -> Callable[..., Any]:
 def _results_of(
     op: Op, arguments: dict[str, Any], operands: Sequence[Any], out: Any
 ) -> Sequence[Tensor]:
-    """Return `out` as tensors, or new ones."""
     if isinstance(out, tuple):
         return out
     wanted = op.result(arguments) if op.result else ()
@@ -123,7 +122,6 @@ def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS, held: object = Non
 
     Args:
         table: `[functions, ARGUMENTS + arguments]`; a thread may read it after this returns.
-        cores: number of threads.
         stay: `[1]`, a byte that a thread may read after this returns: once it is 0, other threads take no more parts.
         held: holds memory that the functions use, for as long as a thread may run them.
 
@@ -227,7 +225,6 @@ def run_function(
     """Run one compiled function on tensors of the dtypes that it reads.
 
     Args:
-        function: its declaration.
         tensors, constants: its arguments in this order; None for a tensor that is left out.
 
     Raises:
@@ -319,7 +316,6 @@ def run_op(
 
     Args:
         results: tensors that it writes.
-        attributes: its attributes.
 
     Raises:
         TypeError, MemoryError: see `run_functions`.

@@ -12,19 +12,11 @@ from numba.core import types
 
 # each has bodies of compiled functions
 from varlen_kernels.cpu.bodies import (  # noqa: F401
-    adapters,
     attention,
     beam,
-    beam_search,
     groups,
-    heads,
     int8_panels,
-    int8_rows,
-    kv_blocks,
-    logit_edits,
-    norms,
     paged,
-    paged_chunks,
     panels,
     ranks,
     rows,

@@ -118,7 +118,6 @@ def _series(name: str, level: str) -> str:
 
 
 def _stored(name: str) -> bytes | None:
-    """Return the code of a function; None if it is not stored, or damaged."""
     file = file_name(name, target_cpu().level)
     # a user without a home has the code of the package all the same
     code = _read(_package_folder(), file)
@@ -128,7 +127,6 @@ def _stored(name: str) -> bytes | None:
 
 
 def _read(folder: CacheFolder, file: str) -> bytes | None:
-    """Return the code in a file; None if it cannot be used."""
     try:
         content = folder.read(file, _MOST_BYTES)
     except FileNotFoundError:
@@ -144,7 +142,6 @@ def _read(folder: CacheFolder, file: str) -> bytes | None:
 
 
 def _digest(file: str, code: bytes) -> bytes:
-    """Return the hash of the code and name of a file."""
     # a file may not take the place of another
     return hashlib.sha256(file.encode() + b"\0" + code).digest()
 

@@ -117,7 +117,6 @@ _define_operator(operator.truediv, "fdiv")
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-    """Return the address of an element of a matrix of fp32 or bf16."""
     address = element_address(context, builder, array_type, array, row, column)
     element = _FLOAT if array_type.dtype == types.float32 else _HALF
     return builder.bitcast(address, element.as_pointer())
@@ -165,7 +164,6 @@ def _store_first(builder: Any, pointer: Any, value: Any, count: Any) -> None:
 
 
 def _zeros(builder: Any, element: Any) -> Any:
-    """Return a pointer to 16 zeros on the stack."""
     vector = ir.VectorType(element, LANES)
     room = cgutils.alloca_once(builder, vector)
     builder.store(ir.Constant(vector, None), room)

@@ -17,7 +17,6 @@ class TargetCpu(NamedTuple):
     """A level of CPUs.
 
     Attributes:
-        level: its name.
         model: the CPU as LLVM knows it.
         features: instruction sets that a CPU of this level has, by LLVM's names.
         tuning: further options of LLVM, such as "-prefer-256-bit".
@@ -29,7 +28,6 @@ class TargetCpu(NamedTuple):
     tuning: tuple[str, ...] = ()
 
     def has(self, feature: str) -> bool:
-        """Return whether it has an instruction set."""
         return feature in self.features
 
     @property

@@ -24,7 +24,6 @@ class Cores:
     """The cores that the kernels of a thread use.
 
     Attributes:
-        count: number of cores.
         gained: seconds that calls ended sooner than they would have on one core; negative where other work had a core.
     """
 
@@ -63,7 +62,6 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
     Args:
         function: lets other threads run.
         bounds: bounds of the parts, at least two.
-        arguments: further arguments of every call.
     """
     if len(bounds) == 2 and bounds[0] < bounds[1]:
         # most calls: there is nothing to share

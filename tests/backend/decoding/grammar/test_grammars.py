@@ -17,7 +17,7 @@ from tests.backend.decoding.text.small_tokenizers import (
     metaspace,
 )
 from tests.backend.refusals import refused_request as refused
-from varlen.decoding.grammar.grammar_matcher import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import wait_for_masks
 from varlen.decoding.sampling import sampling
 from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions

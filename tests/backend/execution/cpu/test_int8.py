@@ -18,12 +18,18 @@ from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.cpu.linear_paths import paths_of
 from varlen.execution.device import choose_dtype
-from varlen.execution.int8 import int8_model, quality
-from varlen.execution.int8.calibration import Calibration, file_name, weights_hash
+from varlen.execution.int8 import calibration as quality
+from varlen.execution.int8 import int8_model
+from varlen.execution.int8.calibration import (
+    Calibration,
+    VectorQuality,
+    compare_vectors,
+    file_name,
+    weights_hash,
+)
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.layer_inputs import choose_codes
-from varlen.execution.int8.quality import VectorQuality, compare_vectors
 from varlen.execution.int8.quantization import (
     LayerCodes,
     layer_key,

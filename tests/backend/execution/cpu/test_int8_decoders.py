@@ -9,11 +9,11 @@ import torch
 
 from varlen import Encoder, Generator
 from varlen.config import EngineConfig
-from varlen.execution.int8 import int8_model, quality
-from varlen.execution.int8.calibration import Calibration
+from varlen.execution.int8 import calibration as quality
+from varlen.execution.int8 import int8_model
+from varlen.execution.int8.calibration import Calibration, LogitQuality, compare_logits
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.int8.quality import LogitQuality, compare_logits
 from varlen.execution.int8.quantization import BITS
 from varlen.execution.programs import record_steps
 from varlen.execution.runner import Runner
