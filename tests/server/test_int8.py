@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checkpoints import save_checkpoint
+from tests.quantized import save_quantized, widen
 from varlen.in_process.generator import Generator
 from varlen_client import Client
 from varlen_tools.local_server import LocalServer
@@ -58,3 +59,21 @@ def test_answers_are_those_of_the_model_in_process(server, checkpoints, name):
     has_encoder = name in ("translator", "t5gemma")
     assert f"the {'encoder and ' if has_encoder else ''}decoder, activations" in server.log()
     assert f"in {SETTINGS[name]['dtype']} on" in server.log()
+
+
+def test_a_quantized_checkpoint_answers_as_its_weights(tmp_path):
+    """A server of its own: the other one calibrates for minutes."""
+    quantized, floats = tmp_path / "quantized", tmp_path / "floats"
+    widen(floats, save_quantized(floats, "gptq-old"))
+    save_quantized(quantized, "gptq-old")
+    add_model(tmp_path / "models", "gptq", quantized)
+    with LocalServer(tmp_path / "models") as server:
+        server.wait_ready(TIMEOUT_SECONDS)
+        with Client(server.grpc_url, "gptq") as client:
+            served = [client.generate(text, **SEARCH) for text in TEXTS]
+        log = server.log()
+    with Generator.from_pretrained(floats, dtype="fp32", device="cpu") as generator:
+        expected = generator.generate(TEXTS, **SEARCH)
+
+    assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
+    assert "weights quantized by gptq: 14 of 4 bits in groups of 16; they are widened" in log

@@ -32,6 +32,7 @@ from tests.checkpoints import (
     write_file,
 )
 from tests.m3_models import save_m3
+from tests.quantized import save_quantized
 from varlen import Encoder, Generator
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
@@ -468,6 +469,17 @@ def test_says_what_it_found(encoder, repository, run):
         f" or tritonserver --model-repository {repository}",
     ]
     assert not (repository / "tiny-encoder/1/README.md").exists()
+
+
+def test_says_how_weights_are_quantized(tmp_path, repository, run):
+    save_quantized(tmp_path / "tiny", "gptq-old")
+
+    result = run(tmp_path / "tiny")
+
+    lines = [" ".join(line.split()) for line in result.stderr.splitlines()]
+    assert "weights 0.0 million, int4, F32, 0.1 MB in 1 file" in lines
+    assert "weights quantized by gptq: 14 of 4 bits in groups of 16;" in " ".join(lines)
+    assert (repository / "tiny/1/quantize_config.json").exists()
 
 
 def test_weights_in_several_files_are_one_model(tmp_path, repository):

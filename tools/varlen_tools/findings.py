@@ -13,12 +13,12 @@ from varlen.config import EngineConfig
 from varlen.models.checkpoint.config_file import read_object
 from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
 from varlen.models.checkpoint.late_interaction import LateInteraction
+from varlen.models.checkpoint.quantized_tensors import BYTES, FLOATS
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes
 from varlen.tasks import TASKS, Task
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
 _SHOWN = 6
 
@@ -50,7 +50,7 @@ class Findings:
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
         max_sequence_tokens: longest sequence by default.
         position_limit: longest sequence that it has positions for.
-        weight_dtypes: share of the parameters by dtype, in safetensors' words.
+        weight_dtypes: share of the parameters by dtype, see `TensorHeader`.
         tokenizer: kind of its model, such as WordPiece.
         text: languages and the origin of tokenizer.json.
         notes: facts that may not be as expected.
@@ -89,11 +89,13 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
     """
     from varlen.execution import model_info  # imports torch
 
-    counts = Counter[str]()
+    counts, size = Counter[str](), 0
     for header in read_headers(checkpoint.weights_folder).values():
+        parts = (header,) if header.quantized is None else header.quantized.parts
         # integers are positions, which no model needs
-        if header.dtype in _BYTES:
+        if header.quantized is not None or header.dtype in FLOATS:
             counts[header.dtype] += prod(header.shape)
+            size += sum(BYTES[each.dtype] * prod(each.shape) for each in parts)
     parameters = sum(counts.values())
     task = config.task or checkpoint.task
     text, longest = text or TextFacts(), model_info.longest_sequence(task, checkpoint, config)
@@ -110,7 +112,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         max_sequence_tokens=checkpoint.max_sequence_tokens,
         position_limit=checkpoint.position_limit,
         parameters=parameters,
-        weight_bytes=sum(_BYTES[dtype] * count for dtype, count in counts.items()),
+        weight_bytes=size,
         weight_files=len(shards(checkpoint.weights_folder)),
         weight_dtypes={dtype: count / parameters for dtype, count in counts.most_common()},
         vocab_size=checkpoint.vocab_size,

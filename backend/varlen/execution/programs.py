@@ -21,12 +21,10 @@ from varlen.costs.store import find_cache
 from varlen.errors import ConfigError
 from varlen.execution.adapters import Adapters, find_adapters
 from varlen.execution.arenas import KvSize, kv_size
-from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths
+from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths, in_large_pages
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
-from varlen.execution.cpu.weight_pages import in_large_pages
-from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype
-from varlen.execution.fingerprint import cost_fields
+from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.int8_model import to_int8
@@ -239,7 +237,6 @@ class _Loading:
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
     ) -> Recorder:
-        """Return a recorder of a program."""
         return Recorder(
             for_gpu=self.device.type == "cuda",
             approximate_gelu=self.config.approximate_gelu,

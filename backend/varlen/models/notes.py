@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varlen.models.checkpoint.adapters import adapter_names
+from varlen.models.checkpoint.quantized_tensors import describe
+from varlen.models.checkpoint.weights import read_headers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import Task
 
@@ -30,6 +32,9 @@ def checkpoint_notes(
     """
     ignored = checkpoint.ignored.note()
     notes = [ignored] if ignored else []
+    if checkpoint.quantization is not None:
+        headers = read_headers(checkpoint.weights_folder).values()
+        notes.append(describe(headers, checkpoint.quantization))
     is_guess = not (checkpoint.folder / "modules.json").is_file()
     if task == "embed" and is_guess and checkpoint.architecture.endswith(_WORD_HEADS):
         notes.append(

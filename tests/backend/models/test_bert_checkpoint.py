@@ -47,8 +47,8 @@ def test_takes_an_unknown_feature_that_is_off(folder, value):
             'has the field "num_experts" (8), which this version does not know (the',
         ),
         ("decoder", "x" * 300, 'has the field "decoder" ("' + "x" * 79 + "...)"),
-        ("quantization_config", {"bits": 8}, "quantized weights are not served"),
-        ("quantization", {"bits": 4}, "has quantization; quantized weights are not served"),
+        ("quantization_config", {"bits": 8}, "has quant_method null; allowed: awq, gptq"),
+        ("quantization", {"bits": 4}, "has quantization, which is not served"),
         ("is_decoder", True, "has is_decoder true; allowed: false"),
         ("is_encoder_decoder", True, "has is_encoder_decoder true; allowed: false"),
         ("add_cross_attention", True, "has add_cross_attention true; allowed: false"),
@@ -100,7 +100,7 @@ def test_refuses_weights_that_are_quantized(folder, dtype):
 
     with refused(f'the tensor "{name}" has dtype '):
         check(folder)
-    with refused("allowed: F64, F32, F16, BF16 (quantized weights are not served)"):
+    with refused("allowed: F64, F32, F16, BF16 (quantized weights need their scales"):
         load_encoder(Checkpoint.open(folder), torch.float32, torch.device("cpu"))
 
 

@@ -162,7 +162,7 @@ COMMON = [
     ("num_kv_shared_layers", 3, 'has the field "num_kv_shared_layers" (3), which this version'),
     ("position_embedding_type", "alibi", 'has the field "position_embedding_type" ("alibi")'),
     ("auto_map", {"AutoModel": "model.M"}, "has auto_map, which names code of the checkpoint"),
-    ("quantization_config", {"bits": 4}, "quantized weights are not served"),
+    ("quantization_config", {"bits": 4}, "has quant_method null; allowed: awq, gptq"),
     ("is_encoder_decoder", True, "has is_encoder_decoder true; allowed: false"),
     ("add_cross_attention", True, "has add_cross_attention true; allowed: false"),
     ("is_causal", None, "has is_causal null; allowed: true, false"),

@@ -115,7 +115,7 @@ REFUSED = [
     ("marian", "static_position_embeddings", False, "static_position_embeddings false"),
     ("marian", "decoder_vocab_size", 300, "has decoder_vocab_size 300 and vocab_size 263"),
     ("m2m_100", "pad_token_id", None, "has pad_token_id None; allowed: whole numbers from 0"),
-    ("m2m_100", "quantization_config", {"bits": 8}, "quantized weights are not served"),
+    ("m2m_100", "quantization_config", {"bits": 8}, "has quant_method null; allowed: awq, gptq"),
     ("t5", "feed_forward_proj", "gated-mish", 'feed_forward_proj "gated-mish"; allowed: gelu'),
     ("t5", "dense_act_fn", "gelu", "dense_act_fn 'gelu' and feed_forward_proj \"relu\""),
     ("t5", "relative_attention_max_distance", 4, "max_distance 4; allowed: numbers above 4"),

@@ -13,7 +13,7 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.fingerprint import checkpoint_hash
+from varlen.execution.device import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
@@ -101,7 +101,6 @@ def to_int8(
 
     Args:
         model: the model that they were recorded from, in fp32 on the CPU.
-        programs: programs of its layers, perhaps with others.
         cache: folder of measured calibrations; None measures at each load.
 
     Raises:

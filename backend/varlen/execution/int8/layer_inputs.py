@@ -45,7 +45,6 @@ class ObservingKernels:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return `reference.linear`."""
         result = cpu.linear(x, weight, bias, out=out)
         self._observe(weight, x, bias, result)
         return result
@@ -63,7 +62,6 @@ def choose_codes(
 
     Args:
         programs: programs in fp32 on the CPU.
-        run: runs them over texts.
         on_progress: function to call after each layer.
     """
     weights = linear_weights(programs)

@@ -56,7 +56,6 @@ def rounded_codes(
 
 
 def _features(weight: Tensor) -> Iterator[slice]:
-    """Yield parts of the features of a weight."""
     for first in range(0, weight.shape[1], _FEATURES):
         yield slice(first, first + _FEATURES)
 

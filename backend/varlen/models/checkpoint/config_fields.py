@@ -8,6 +8,7 @@ from pathlib import Path
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import Json, check_fields, is_off
+from varlen.models.checkpoint.quantization import FIELDS
 
 # Written by .ci/write_config_fields.py from the sources of the releases.
 FIELDS_FILE = Path(__file__).with_name("fields_of_transformers.json")
@@ -18,8 +19,8 @@ _FILE = "config.json"
 REMEDY = " (the setting ignore_config_fields leaves it out)"
 # Names of the features of a token.
 _HIDDEN_SIZES = ("hidden_size", "d_model", "n_embd", "dim")
-# Fields that say that weights are quantized, also the fields of MLX and of old releases.
-_QUANTIZATION_FIELDS = ("quantization_config", "quantization", "compression_config")
+# Fields that say that weights are quantized; the last one is of MLX.
+_QUANTIZATION_FIELDS = (*FIELDS, "quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ def check_unquantized(config: Json) -> None:
     for name in _QUANTIZATION_FIELDS:
         if not is_off(config.get(name)):
             raise CheckpointError(
-                f"{_FILE} has {name}; quantized weights are not served, and ignore_config_fields cannot make"
-                " floats of them: take the checkpoint that they were made of"
+                f"{_FILE} has {name}, which is not served, and ignore_config_fields cannot make floats of"
+                " quantized weights: take the checkpoint that they were made of"
             )
 
 

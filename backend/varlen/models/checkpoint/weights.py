@@ -19,8 +19,11 @@ from varlen.models.checkpoint.adapters import Adapter, factor_names, weight_of_f
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
+from varlen.models.checkpoint.quantization import read_quantization
+from varlen.models.checkpoint.quantized_tensors import FLOATS, QuantizedTensor, join
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 # Names of the files that have the weights.
@@ -31,8 +34,6 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 # End of the name of one of several files.
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
-# Integers and 8-bit floats are quantized: they mean nothing without their scales.
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _INDEX_DTYPES = ("I64", "I32")
 # Size of a safetensors file's header: its bytes, and the most that it may be. A tensor takes 100 bytes.
 _LENGTH_BYTES = 8
@@ -56,23 +57,28 @@ class TensorHeader:
     """Entry of a tensor in a safetensors header.
 
     Attributes:
-        dtype: dtype in safetensors' words, such as F32.
+        dtype: dtype in safetensors' words, such as F32; of a quantized weight, int and its bits, or a float of 8 bits.
+        quantized: the parts of a quantized weight; its codes have the file and the stored name.
     """
 
     file: str
     stored_name: str
     dtype: str
     shape: tuple[int, ...]
+    quantized: QuantizedTensor | None = None
 
 
 def read_headers(folder: Path, *, of_labels: bool = False) -> dict[str, TensorHeader]:
     """Return the headers of the tensors of a checkpoint folder, by transformers' names.
 
+    The parts of a quantized weight are one tensor.
+
     Args:
         of_labels: whether to return the tensors of an encoder that only reads labels; else all other tensors.
 
     Raises:
-        CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice.
+        CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice; or the
+            parts of a quantized weight do not fit each other.
     """
     check_no_pointers(folder)
     headers: dict[str, TensorHeader] = {}
@@ -100,7 +106,16 @@ def read_headers(folder: Path, *, of_labels: bool = False) -> dict[str, TensorHe
             ) from None
         except SafetensorError as error:
             raise CheckpointError(describe_damage(path, error)) from None
-    return headers
+    quantization = read_quantization(folder)
+    if quantization is None:
+        return headers
+
+    def values(header: TensorHeader) -> "np.ndarray[Any, Any]":
+        with safe_open(locate_weights(folder, header.file), framework="np") as file:
+            stored: np.ndarray[Any, Any] = file.get_tensor(header.stored_name)
+            return stored
+
+    return join(headers, quantization, values)
 
 
 def locate_weights(folder: Path, name: str) -> Path:
@@ -132,10 +147,10 @@ def check_tensor(
     header = headers.get(name)
     if header is None:
         raise CheckpointError(f'the checkpoint has no tensor "{name}"')
-    if header.dtype not in _DTYPES:
+    if header.quantized is None and header.dtype not in FLOATS:
         raise CheckpointError(
-            f'the tensor "{header.stored_name}" has dtype {header.dtype}; allowed: {", ".join(_DTYPES)}'
-            " (quantized weights are not served)"
+            f'the tensor "{header.stored_name}" has dtype {header.dtype}; allowed: {", ".join(FLOATS)}'
+            " (quantized weights need their scales, and quantization_config in config.json)"
         )
     if header.shape != shape:
         raise CheckpointError(
@@ -245,7 +260,7 @@ class CheckpointWeights:
     def read(self, name: str, *shape: int) -> "Tensor":
         """Return a tensor as a view of its file, which stays mapped with it.
 
-        With an adapter it is a copy.
+        With an adapter it is a copy; a quantized weight is widened to fp32.
 
         Raises:
             CheckpointError: see `check_tensor`.
@@ -261,6 +276,13 @@ class CheckpointWeights:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> "Tensor":
         header = check_tensor(self._headers, name, shape)
+        return (
+            self._values(header)
+            if header.quantized is None
+            else header.quantized.widen(self._values)
+        )
+
+    def _values(self, header: TensorHeader) -> "Tensor":
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
 
@@ -270,9 +292,7 @@ class CheckpointWeights:
         Raises:
             CheckpointError: see `check_indices`.
         """
-        header = check_indices(self._headers, name, count)
-        tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
-        return tensor.long()
+        return self._values(check_indices(self._headers, name, count)).long()
 
     def read_parts(
         self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]
@@ -289,7 +309,7 @@ class CheckpointWeights:
         import torch
 
         header = check_tensor(self._headers, name, shape)
-        if self._adapter is not None:
+        if self._adapter is not None or header.quantized is not None:
             whole = self.read(name, *shape)
             return torch.cat(
                 [whole.narrow(axis, first, last - first) for first, last in bounds], axis

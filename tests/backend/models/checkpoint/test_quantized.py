@@ -1,0 +1,317 @@
+"""Quantized checkpoints of every served form, whole and damaged."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.models.paged import run_in_chunks
+from tests.backend.refusals import refused_checkpoint as refused
+from tests.checkpoints import change_tensors, set_fields
+from tests.quantized import FORMS, save_quantized, widen
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.notes import checkpoint_notes
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a function that returns a checkpoint in a form, and its weights."""
+    made = {}
+
+    def get(form):
+        if form not in made:
+            folder = tmp_path_factory.mktemp(form)
+            made[form] = folder, save_quantized(folder, form)
+        return made[form]
+
+    return get
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """Return a function that returns a copy of a checkpoint whose tensors are changed."""
+
+    def get(form, change):
+        folder = shutil.copytree(saved(form)[0], tmp_path / form)
+        change_tensors(folder, change)
+        return folder
+
+    return get
+
+
+def load(folder):
+    """Check a checkpoint, and run it."""
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.check_task("generate")
+    return run_in_chunks(folder, [range(9)], [5])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_what_the_format_states(saved, form):
+    folder, expected = saved(form)
+    checkpoint = Checkpoint.open(folder)
+
+    checkpoint.check_task("generate")
+
+    with CheckpointWeights(folder) as weights:
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights.read(name, *weight.shape), weight, rtol=1e-6, atol=0)
+    (note,) = checkpoint_notes(checkpoint, "generate", 64)
+    assert FORMS[form].says in note
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq-asymmetric", "int8", "fp8-blocks", "nf4-double"])
+def test_a_model_answers_as_with_floats(saved, tmp_path, form):
+    folder, expected = saved(form)
+    floats = shutil.copytree(folder, tmp_path / "floats")
+    widen(floats, expected)
+
+    ((actual,), (_,)), ((wanted,), (_,)) = (
+        [[np.concatenate([each]) for each in part] for part in load(each)]
+        for each in (folder, floats)
+    )
+
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_read_parts_of_a_weight(saved):
+    folder, expected = saved("gptq")
+    name = f"{LAYER}.weight"
+    weight = expected[name]
+
+    with CheckpointWeights(folder) as weights:
+        for axis in (0, 1):
+            parts = weights.read_parts(name, *weight.shape, axis=axis, bounds=[(3, 9), (20, 32)])
+            torch.testing.assert_close(
+                parts, torch.cat([weight.narrow(axis, 3, 6), weight.narrow(axis, 20, 12)], axis)
+            )
+
+
+def drop(end):
+    """Return a change that removes a part of a layer."""
+    return lambda tensors: tensors.pop(f"{LAYER}{end}")
+
+
+def put(end, make):
+    """Return a change of a part of a layer."""
+
+    def change(tensors):
+        tensors[f"{LAYER}{end}"] = make(tensors[f"{LAYER}{end}"]).contiguous()
+
+    return change
+
+
+def state(text):
+    return put(
+        ".weight.quant_state.bitsandbytes__nf4",
+        lambda _: torch.tensor(list(text.encode()), dtype=torch.uint8),
+    )
+
+
+DAMAGED = {
+    "awq-no-scales": ("awq", drop(".scales"), f'no tensor "{LAYER}.scales", which a weight'),
+    "awq-no-zeros": ("awq", drop(".qzeros"), f'no tensor "{LAYER}.qzeros"'),
+    "awq-narrow-zeros": ("awq", put(".qzeros", lambda x: x[:, :1]), "I32 [2, 1]; allowed: [2, 4]"),
+    "awq-fewer-scales": (
+        "awq",
+        put(".scales", lambda x: x[:1]),
+        "F16 [1, 32]; allowed: scales by output and input [32, 2] of a weight [32, 32]",
+    ),
+    "awq-integer-scales": ("awq", put(".scales", lambda x: x.int()), "I32 [2, 32]; allowed: F64"),
+    "awq-codes-of-bytes": ("awq", put(".qweight", lambda x: x.to(torch.int8)), "allowed: I32"),
+    "awq-one-axis": ("awq", put(".qweight", lambda x: x.flatten()), "allowed: 2 axes, none empty"),
+    "awq-another-shape": ("awq", put(".qweight", lambda x: x[:16]), "of a weight [32, 16]"),
+    "gptq-short-order": ("gptq", put(".g_idx", lambda x: x[:9]), "I32 [9]; allowed: [32]"),
+    "gptq-no-order": ("gptq-old", drop(".g_idx"), f'no tensor "{LAYER}.g_idx"'),
+    "gptq-order-beyond": ("gptq", put(".g_idx", lambda x: x + 1), "names groups from 1 to 2; all"),
+    "gptq-order-below": ("gptq", put(".g_idx", lambda x: x - 1), "names groups from -1 to 0; all"),
+    "packed-another-shape": (
+        "packed-4",
+        put(".weight_shape", lambda x: x * 1000),
+        "I32 [32, 4]; allowed: words of 4 or 8 bits of [32000, 32000]",
+    ),
+    "packed-no-shape": ("packed-4", drop(".weight_shape"), "has no tensor"),
+    "packed-zeros": (
+        "packed-4-asymmetric",
+        put(".weight_zero_point", lambda x: x[:1]),
+        "I32 [1, 2]; allowed: [4, 2]",
+    ),
+    "int8-no-scales": ("int8", drop(".weight_scale"), "has dtype I8; allowed: F64, F32, F16, BF16"),
+    "int8-more-scales": ("int8", put(".weight_scale", lambda x: x.repeat(1, 3)), "BF16 [32, 3]"),
+    "fp8-fewer-blocks": (
+        "fp8-blocks",
+        put(".weight_scale_inv", lambda x: x[:1]),
+        "F32 [1, 2]; allowed: scales by output and input [2, 2] of a weight [32, 32]",
+    ),
+    "nf4-short": ("nf4", put(".weight", lambda x: x[:9]), "allowed: 4 bits of each of [32, 32]"),
+    "nf4-no-table": ("nf4", drop(".weight.quant_map"), "has no tensor"),
+    "nf4-small-table": ("nf4", put(".weight.quant_map", lambda x: x[:9]), "[9]; allowed: [16]"),
+    "nf4-no-factors": ("nf4-double", drop(".weight.nested_absmax"), "has no tensor"),
+    "nf4-text": ("nf4", state("no JSON"), "allowed: JSON with shape and blocksize"),
+    "nf4-list": ("nf4", state("[]"), "allowed: JSON with shape and blocksize"),
+    "nf4-long": ("nf4", state("x" * 5000), "allowed: at most 4096 bytes"),
+    "nf4-huge": ("nf4", state('{"shape": [1, 4], "blocksize": 1e300}'), "powers of two from 32"),
+    "nf4-odd-blocks": ("nf4", state('{"shape": [1, 4], "blocksize": 7}'), "powers of two from 32"),
+    "llm-int8-tiles": ("llm-int8", put(".weight_format", lambda x: x + 1), "allowed: 0, rows"),
+    "two-weights": (
+        "gptq",
+        lambda tensors: tensors.update({f"{LAYER}.weight": torch.ones(32, 32)}),
+        f'has two tensors "{LAYER}.weight"',
+    ),
+}
+
+
+@pytest.mark.parametrize("form, change, message", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_checkpoint_is_refused(damaged, form, change, message):
+    folder = damaged(form, change)
+
+    with refused(message) as error:
+        load(folder)
+
+    assert str(folder) not in str(error.value)
+
+
+CONFIGS = [
+    ("awq", {"bits": 3}, "quantization_config of config.json has bits 3; allowed: 4; take the"),
+    ("awq", {"version": "gemv"}, 'has format "gemv"; allowed: gemm'),
+    ("awq", {"group_size": 0}, "has group_size 0; allowed: -1, or whole numbers from 1"),
+    ("awq", {"group_size": 1 << 70}, "F16 [4, 32]; allowed: scales by output and input [32, 1]"),
+    ("awq", {"rotation": "x"}, 'the field "rotation" ("x"), which this version does not know'),
+    ("gptq", {"bits": 2}, "has bits 2; allowed: 4 or 8"),
+    ("gptq", {"checkpoint_format": "marlin"}, 'has format "marlin"; allowed: gptq'),
+    ("gptq", {"is_marlin_format": True}, "has is_marlin_format true; allowed: false"),
+    ("gptq", {"dynamic": {"mlp": {"bits": 8}}}, "layers of other bits; allowed: layers that stay"),
+    ("gptq", {"group_size": 8}, "F16 [4, 32]; allowed: scales by output and input [32, 8]"),
+    ("gptq", {"quant_method": "exl3"}, 'has quant_method "exl3"; allowed: awq, gptq, compressed-'),
+    ("gptq", {"quant_method": "torchao"}, 'has quant_method "torchao"; allowed: awq, gptq'),
+    (
+        "int8",
+        {"format": "nvfp4-pack-quantized"},
+        'has format "nvfp4-pack-quantized"; allowed: pack',
+    ),
+    ("int8", {"sparsity_config": {"format": "2:4"}}, "has sparsity_config"),
+    ("int8", {"transform_config": {"config_groups": {"R": {}}}}, "has transform_config"),
+    ("int8", {"config_groups": [1]}, "has config_groups [1]; allowed: objects by name"),
+    ("fp8-blocks", {"fmt": "e5m2"}, 'has fmt "e5m2"; allowed: "e4m3"'),
+    ("fp8-blocks", {"weight_block_size": [128]}, "has weight_block_size [128]; allowed: two whole"),
+]
+
+
+@pytest.mark.parametrize("form, change, message", CONFIGS)
+def test_a_configuration_that_is_not_served_is_refused(saved, tmp_path, form, change, message):
+    folder = shutil.copytree(saved(form)[0], tmp_path / "copy")
+    set_fields(folder, "config.json", quantization_config={**FORMS[form].config, **change})
+
+    with refused(message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ({"num_bits": 3}, 'weights of type "int" with num_bits 3; allowed: int with 4 or 8'),
+        ({"num_bits": 4, "type": "float"}, 'type "float" with num_bits 4'),
+        ({"num_bits": 8, "dynamic": True}, "none dynamic"),
+        ({"num_bits": 8, "strategy": "attn_head"}, 'has strategy "attn_head"; allowed: tensor'),
+        ({"num_bits": 8, "group_size": "x"}, 'has group_size "x"; allowed: -1, or whole'),
+    ],
+)
+def test_a_group_that_is_not_served_is_refused(saved, tmp_path, weights, message):
+    folder = shutil.copytree(saved("int8")[0], tmp_path / "copy")
+    config = {**FORMS["int8"].config, "config_groups": {"group_0": {"weights": weights}}}
+    set_fields(folder, "config.json", quantization_config=config)
+
+    with refused(message):
+        Checkpoint.open(folder)
+
+
+def test_a_model_whose_layers_are_saved_by_input_is_refused(make_checkpoint):
+    folder = make_checkpoint("GPT2LMHeadModel")
+    set_fields(folder, "config.json", quantization_config=FORMS["gptq"].config)
+
+    with refused("quantizes a gpt2, whose layers are saved by input; take the checkpoint that"):
+        Checkpoint.open(folder)
+
+
+# As checkpoints of the hub have it: Qwen2.5-0.5B-Instruct-AWQ, Mistral-7B-Instruct-v0.2-GPTQ of TheBloke,
+# Llama-3.2-1B-Instruct-bnb-4bit of unsloth, Qwen3-0.6B-FP8, and a w4a16 of Red Hat AI.
+HUB = {
+    "awq": {
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": None,
+        "quant_method": "awq",
+        "version": "gemm",
+        "zero_point": True,
+    },
+    "gptq": {
+        "bits": 4,
+        "group_size": 128,
+        "damp_percent": 0.1,
+        "desc_act": True,
+        "sym": True,
+        "quant_method": "gptq",
+        "true_sequential": True,
+        "model_name_or_path": None,
+        "model_file_base_name": "model",
+    },
+    "bitsandbytes": {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_type": "nf4",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    },
+    "fp8": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "compressed-tensors": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {
+                    "actorder": "weight",
+                    "block_structure": None,
+                    "dynamic": False,
+                    "group_size": 128,
+                    "num_bits": 4,
+                    "observer": "mse",
+                    "observer_kwargs": {},
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "int",
+                },
+            }
+        },
+        "format": "pack-quantized",
+        "global_compression_ratio": 1.8,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense", "registry_requires_subclass": False},
+        "transform_config": {"config_groups": {}},
+        "version": "0.9.0",
+    },
+}
+
+
+@pytest.mark.parametrize("method", HUB)
+def test_the_fields_of_the_hub_are_known(folder, method):
+    set_fields(folder, "config.json", quantization_config=HUB[method])
+
+    found = Checkpoint.open(folder).quantization
+
+    assert found.method == method
+    assert found.floats == (("activations",) if method == "fp8" else ())
