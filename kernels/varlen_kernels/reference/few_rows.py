@@ -60,9 +60,17 @@ def norm_append_kv(
         slots, key_cache, value_cache, position_ids, cos_sin, num_heads, num_kv_heads: see `append_kv`.
     """
     qkv = linear(_normed(x, norm, eps), weight, bias, out=out)
-    positions = (position_ids, cos_sin)
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return append_kv(qkv, slots, key_cache, value_cache, *positions, **heads, out=qkv)
+    return append_kv(
+        qkv,
+        slots,
+        key_cache,
+        value_cache,
+        position_ids,
+        cos_sin,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        out=qkv,
+    )
 
 
 def linear_residual(

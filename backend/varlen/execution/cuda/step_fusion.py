@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varlen.program.program import Attribute, Op, Operand, Program, Value
+from varlen.program.program import Attribute, Op, Operand, Program, State, Value
 from varlen_kernels.reference.few_rows import FoldedNorm
 
 # Most rows of a step that runs these ops; with more, products of cuBLAS take less time.
@@ -200,8 +200,9 @@ def _fits(op: Op) -> bool:
 def _can_append(op: Op, qkv: Value) -> bool:
     """Return whether an append can follow in the kernel of the product."""
     (_, _, keys, _, _, cos_sin, query_weight, _), heads = op.operands, op.attributes
-    head_dim = int(keys.shape[3])  # type: ignore[union-attr]
-    whole = cos_sin is None or cos_sin.shape[1] == head_dim  # type: ignore[union-attr]
+    assert isinstance(keys, State)
+    head_dim = keys.shape[3]
+    whole = cos_sin is None or (isinstance(cos_sin, Tensor) and cos_sin.shape[1] == head_dim)
     is_own = op.operands[0] == qkv and query_weight is None and bool(heads["num_heads"])
     return is_own and whole and head_dim % 2 == 0
 
@@ -222,5 +223,5 @@ def _folded(op: Op, norm: _Norm) -> tuple[Operand, ...]:
 
 def _through(weight: Tensor, vector: Tensor) -> Tensor:
     """Return vector @ weight, `[out]` fp32."""
-    parts = weight.t().split(_FEATURES)
+    parts = torch.split(weight.t(), _FEATURES)
     return torch.cat([part.float() @ vector.float() for part in parts])
