@@ -17,7 +17,7 @@ from varlen.execution.int8.quantization import (
     layer_key,
     linear_weights,
 )
-from varlen.execution.int8.rounding import TOGETHER, rounded_codes
+from varlen.execution.int8.rounding import TOGETHER, rounded_codes, stored_codes
 from varlen.program.program import Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS
@@ -72,7 +72,9 @@ def choose_codes(
         for key, (largest, grams) in _observed(group, run).items():
             weight, _ = weights[key]
             outliers = largest.topk(OUTLIERS).indices.sort().values
-            chosen[key] = LayerCodes(outliers, rounded_codes(weight, outliers, grams, bits))
+            codes = stored_codes(weight, outliers, bits)
+            codes = codes or rounded_codes(weight, outliers, grams, bits)
+            chosen[key] = LayerCodes(outliers, codes)
             on_progress("choosing codes of layers", len(chosen), len(weights))
     return {key: chosen[key] for key in weights}
 
