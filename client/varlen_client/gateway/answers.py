@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -120,8 +120,30 @@ def _reported(token_id: int, text: str, utf8: bytes | None, logprob: float) -> R
     return ReportedToken(token_id, text, utf8, logprob)
 
 
+class Frames(Protocol):
+    """Makes the events of a stream.
+
+    Attributes:
+        done: end of the stream, after the last event.
+    """
+
+    done: bytes
+
+    def of(self, first: int, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the next parts of answers; the first has the index `first`."""
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that follow the answers."""
+
+    def failed(self, error: VarlenClientError) -> Iterator[dict[str, Any]]:
+        """Yield the events of a failure, which ends the stream."""
+
+    def frame(self, event: dict[str, Any]) -> bytes:
+        """Return an event as the stream has it."""
+
+
 @dataclass(slots=True)
-class Chunks:
+class Chunks(Frames):
     """Makes the chunks of a stream.
 
     Attributes:
@@ -137,6 +159,16 @@ class Chunks:
     _ended: set[int] = field(default_factory=set)
     # of each prompt, by the index of its first answer
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
+
+    done = b"data: [DONE]\n\n"
+
+    def failed(self, error: VarlenClientError) -> Iterator[dict[str, Any]]:
+        """Yield the error."""
+        yield client_error_body(error)[1]
+
+    def frame(self, event: dict[str, Any]) -> bytes:
+        """Return a chunk as the stream has it."""
+        return b"data: " + json_bytes(event) + b"\n\n"
 
     def of(self, first: int, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
         """Yield a chunk for each answer that goes on; the first has the index `first`."""
@@ -202,10 +234,10 @@ class EventStream(StreamingResponse):
 
     _parts: NumberedParts
     _first: tuple[int, list[GeneratedPart]]
-    _chunks: Chunks
+    _chunks: Frames
 
     @classmethod
-    async def begin(cls, parts: NumberedParts, chunks: Chunks) -> EventStream:
+    async def begin(cls, parts: NumberedParts, chunks: Frames) -> EventStream:
         """Return the stream once its first part is there; errors before have a status."""
         stream = cls((), headers=_HEADERS, media_type="text/event-stream")
         stream._parts, stream._first, stream._chunks = parts, await anext(parts), chunks
@@ -215,22 +247,24 @@ class EventStream(StreamingResponse):
         async with aclosing(self._parts):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            async for event in self._events():
-                body = b"data: " + event + b"\n\n"
+            async for body in self._events():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        chunks = self._chunks
         try:
-            for chunk in self._chunks.of(*self._first):
-                yield json_bytes(chunk)
+            for chunk in chunks.of(*self._first):
+                yield chunks.frame(chunk)
             async for parts in self._parts:
-                for chunk in self._chunks.of(*parts):
-                    yield json_bytes(chunk)
+                for chunk in chunks.of(*parts):
+                    yield chunks.frame(chunk)
         except VarlenClientError as error:
             # the status has been sent
-            yield json_bytes(client_error_body(error)[1])
+            for chunk in chunks.failed(error):
+                yield chunks.frame(chunk)
             return
-        for chunk in self._chunks.last():
-            yield json_bytes(chunk)
-        yield b"[DONE]"
+        for chunk in chunks.last():
+            yield chunks.frame(chunk)
+        if chunks.done:
+            yield chunks.done

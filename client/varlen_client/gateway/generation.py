@@ -30,6 +30,7 @@ from varlen_client.gateway.json_writing import json_response
 from varlen_client.gateway.models import Gateway, NamedModel
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.gateway.tools import (
+    NO_TOOLS,
     ChatReader,
     NamedTool,
     ToolChoice,
@@ -176,10 +177,6 @@ MAX_MESSAGES = 4096
 # Characters of arguments that are parsed as JSON: more would hold up other requests.
 MAX_ARGUMENT_CHARACTERS = 1 << 18
 
-_NO_TOOLS = "tools are not served; the answer is text"
-# Header of an answer that does not call the tools of its request.
-WARNING_HEADER = "X-Varlen-Warning"
-
 
 class TextPart(Object):
     """A part of a message; only texts are served."""
@@ -187,7 +184,7 @@ class TextPart(Object):
     noun = "content"
     unserved = PARTS
 
-    type: Literal["text", "input_text", "output_text"] = "text"
+    type: Literal["text", "input_text", "output_text", "reasoning_text"] = "text"
     text: str
     source_lang_code: str | None = None
     """Language of the text, which the templates of translators such as TranslateGemma read."""
@@ -213,7 +210,7 @@ class TextPart(Object):
         return given
 
 
-def _parts_of(content: Any) -> Any:
+def parts_of(content: Any) -> Any:
     """Return the parts of a content, which may be one text."""
     if isinstance(content, str):
         return [{"text": content}]
@@ -229,7 +226,7 @@ class Message(Object):
     unserved = MESSAGES
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: Annotated[ListOf[TextPart], BeforeValidator(_parts_of)]
+    content: Annotated[ListOf[TextPart], BeforeValidator(parts_of)]
     name: str | None = None
     tool_calls: ListOf[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -401,9 +398,9 @@ async def chat_completions(gateway: Gateway, body: ChatBody) -> Response:
         response = await _answer(
             gateway, body, model, [messages], plan.sampling, ("chatcmpl", kind), make_choice
         )
-    has_older = body.functions and body.function_call != "none"
-    if plan.ignores_tools or has_older:
-        response.headers[WARNING_HEADER] = _NO_TOOLS
+    response.headers.update(plan.headers)
+    if body.functions and body.function_call != "none":
+        response.headers.update(NO_TOOLS)
     return response
 
 

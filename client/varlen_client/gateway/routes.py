@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway import embeddings, extraction, pooling, ranks, tei, tokens
+from varlen_client.gateway import embeddings, extraction, pooling, ranks, responses, tei, tokens
 from varlen_client.gateway.generation import chat_completions, completions
 from varlen_client.gateway.models import Gateway
 
@@ -112,6 +112,12 @@ ROUTES: Sequence[Route] = (
         "/v1/chat/completions",
         chat_completions,
         {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 40},
+        ["OpenAI"],
+    ),
+    Route(
+        "/v1/responses",
+        responses.responses,
+        {"input": "What is a list?", "max_output_tokens": 40},
         ["OpenAI"],
     ),
     Route("/tokenize", tokens.tokenize, {"inputs": _TEXTS}, ["Tokenizer"]),

@@ -111,6 +111,14 @@ class ServerFields(OpenAIBody):
     early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
 
+    def server_options(self) -> dict[str, Any]:
+        """Return the fields that the request has, as sampling parameters."""
+        given = self.model_dump(include=_PASSED_ON)
+        if isinstance(self.stop, list):
+            given["stop"] = [text for text in self.stop if text]
+        # an empty text, list or object asks for nothing
+        return {name: each for name, each in given.items() if each not in (None, "", [], {})}
+
 
 class FixedFields(OpenAIBody):
     """Fields that are allowed in one value."""
@@ -183,11 +191,7 @@ class SamplingBody(ServerFields, FixedFields, IgnoredFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true; send both")
         self._check_best_of()
-        given = self.model_dump(include=_PASSED_ON)
-        if isinstance(self.stop, list):
-            given["stop"] = [text for text in self.stop if text]
-        # an empty text, list or object asks for nothing
-        options = {name: each for name, each in given.items() if each not in (None, "", [], {})}
+        options = self.server_options()
         if self.num_samples > self.n:
             # they are ranked by them
             options["logprobs"] = 0

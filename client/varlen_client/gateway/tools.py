@@ -40,6 +40,8 @@ MAX_TOOL_CHARACTERS = 60_000
 # Levels of objects and lists in one tool; the server takes two more.
 MAX_TOOL_LEVELS = 14
 
+# Header of an answer that does not call the tools of its request.
+NO_TOOLS = {"X-Varlen-Warning": "tools are not served; the answer is text"}
 # In the server's refusals of grammars.
 _GRAMMAR_REFUSAL = "structured_outputs cannot be served: "
 # Name of the template for tools in checkpoints that have several.
@@ -51,12 +53,15 @@ _MAX_FORMS = 64
 Variables: TypeAlias = Mapping[str, Any]
 
 
+NameOfFunction: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
 class Function(Object):
     """A function that the model may call."""
 
     noun = "function"
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+    name: NameOfFunction
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of an object."""
@@ -340,6 +345,11 @@ class ToolPlan:
     reader: ChatReader | None
     ignores_tools: bool = False
     is_forced: bool = False
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the answer."""
+        return NO_TOOLS if self.ignores_tools else {}
 
     @contextmanager
     def naming_schemas(self) -> Iterator[None]:

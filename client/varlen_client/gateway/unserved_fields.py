@@ -80,6 +80,18 @@ CHATS: UnservedFields = {
     ),
     "web_search_options": Unserved("there is no web search"),
 }
+_NOT_KEPT = "answers are not kept; send the whole conversation in input"
+RESPONSES: UnservedFields = {
+    **GENERATION,
+    "background": Unserved("write stream, or wait for the answer"),
+    "context_management": Unserved("conversations are not cut; send a shorter one"),
+    "conversation": Unserved(_NOT_KEPT),
+    "max_tool_calls": Unserved("your program calls the functions"),
+    "moderation": CHATS["moderation"],
+    "previous_response_id": Unserved(_NOT_KEPT),
+    "prompt": Unserved("there are no stored prompts; write input and instructions"),
+    "prompt_cache_options": CHATS["prompt_cache_options"],
+}
 # Fields of a message, and of a part of its content.
 MESSAGES: UnservedFields = {
     "audio": Unserved(_ONLY_TEXTS),

@@ -3,12 +3,14 @@
 import asyncio
 
 import httpx2
+import openai
 import pytest
 
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
 
 from .fake_models import Calls, FakeClient
+from .tool_templates import FAMILIES, renderer
 
 
 @pytest.fixture
@@ -71,3 +73,34 @@ def refusal(send):
         return response.status_code, response.json()["error"]
 
     return refusal
+
+
+@pytest.fixture
+def model(calls):
+    """Return a function that makes the model chat by the template of a family."""
+
+    def model(name="qwen3", *texts, template=None, end="stop"):
+        family = FAMILIES.get(name)
+        calls.render = renderer(family.source if family else name, template)
+        calls.special_tokens = family.special if family else ()
+        calls.texts, calls.end = texts or ("ok",), end
+        return family
+
+    return model
+
+
+@pytest.fixture
+def ask(make_app):
+    """Return a function that runs a coroutine function with an openai client."""
+
+    def ask(call):
+        async def run():
+            async with http_client(make_app()) as transport:
+                client = openai.AsyncOpenAI(
+                    base_url="http://gateway/v1", http_client=transport, api_key="none"
+                )
+                return await call(client)
+
+        return asyncio.run(run())
+
+    return ask

@@ -1,4 +1,4 @@
-"""The gateway with the embedding classes of LangChain and LlamaIndex, if installed."""
+"""The gateway with LangChain and LlamaIndex, if installed: embeddings, and an agent."""
 
 import asyncio
 
@@ -7,6 +7,7 @@ import pytest
 
 from .conftest import http_client
 from .fake_models import vector_of
+from .tool_templates import ARGUMENTS, FAMILIES
 
 SERVER = {"api_key": "key", "max_retries": 0}
 URL = "http://gateway/v1"
@@ -71,3 +72,36 @@ def test_llama_index(embed):
     )
 
     assert_vectors(found)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chats", "responses"])
+def test_an_agent_of_langchain_calls_a_tool(make_app, calls, model, path, streams):
+    langchain_openai = pytest.importorskip("langchain_openai")
+    agents = pytest.importorskip("langchain.agents")
+    model("qwen3", "<think>I add</think>", FAMILIES["qwen3"].call)
+    called = []
+
+    def add(a: int, b: list[int], c: str) -> str:
+        """Add numbers."""
+        called.append({"a": a, "b": b, "c": c})
+        calls.texts = ("It is ", "3.")
+        return "3"
+
+    async def run():
+        async with http_client(make_app(api_keys=("key",))) as transport:
+            chat = langchain_openai.ChatOpenAI(
+                model="writer",
+                base_url=URL,
+                http_async_client=transport,
+                streaming=streams,
+                use_responses_api=path == "responses",
+                **SERVER,
+            )
+            question = {"messages": [("user", "add 1 and 2")]}
+            return await agents.create_agent(chat, [add]).ainvoke(question)
+
+    answer = asyncio.run(run())
+
+    assert called == [ARGUMENTS]
+    assert answer["messages"][-1].text == "It is 3."

@@ -1,11 +1,9 @@
 """Tools of chats: forms of calls, parsed and forced answers, streams, reasoning."""
 
-import asyncio
 import json
 import random
 
 import jsonschema
-import openai
 import pytest
 from llguidance import LLMatcher
 
@@ -26,7 +24,6 @@ from varlen_client.gateway.tool_calls import (
 )
 from varlen_client.gateway.tools import MAX_TOOL_CHARACTERS, MAX_TOOL_LEVELS, MAX_TOOLS
 
-from .conftest import http_client
 from .tool_templates import ARGUMENTS, FAMILIES, PLAIN, THINKING, UNKNOWN, renderer
 
 CHAT = "/v1/chat/completions"
@@ -238,20 +235,6 @@ def test_a_forced_answer_streams_its_arguments(is_list):
         "add",
         ARGUMENTS,
     )
-
-
-@pytest.fixture
-def model(calls):
-    """Return a function that makes the model chat by the template of a family."""
-
-    def model(name="qwen3", *texts, template=None, end="stop"):
-        family = FAMILIES.get(name)
-        calls.render = renderer(family.source if family else name, template)
-        calls.special_tokens = family.special if family else ()
-        calls.texts, calls.end = texts or ("ok",), end
-        return family
-
-    return model
 
 
 def sent(calls):
@@ -484,23 +467,6 @@ def test_a_setting_names_the_form(send, make_app, calls, model):
     assert "x-varlen-warning" in ignored.headers
     with pytest.raises(ValueError, match="tool_calls is 'x'; allowed: auto, none, hermes"):
         make_app(tool_calls="x")
-
-
-@pytest.fixture
-def ask(make_app):
-    """Return a function that runs a coroutine function with an openai client."""
-
-    def ask(call):
-        async def run():
-            async with http_client(make_app()) as transport:
-                client = openai.AsyncOpenAI(
-                    base_url="http://gateway/v1", http_client=transport, api_key="none"
-                )
-                return await call(client)
-
-        return asyncio.run(run())
-
-    return ask
 
 
 STREAMED = {

@@ -39,6 +39,7 @@ BODIES = {
     "/decode": {"model": "embedder", "ids": [97]},
     "/detokenize": {"model": "embedder", "tokens": [97]},
     "/v1/completions": {"model": "writer", "prompt": "a"},
+    "/v1/responses": {"model": "writer", "input": "a"},
     "/v1/chat/completions": {"model": "writer", "messages": MESSAGES},
     "/v2/models/embedder/infer": {"inputs": [TENSOR]},
 }
@@ -61,7 +62,11 @@ NESTED = [
 
 def without_ids(answer):
     """Return an answer without what differs between two answers."""
-    return {**answer, "id": "", "created": 0} if isinstance(answer, dict) else answer
+    if not isinstance(answer, dict):
+        return answer
+    # of /v1/responses
+    items = [{**item, "id": ""} for item in answer.get("output", ())]
+    return {**answer, "id": "", "created": 0, "created_at": 0, "output": items}
 
 
 @pytest.fixture
@@ -204,6 +209,7 @@ ROUTES = {
     "GENERATION": "/v1/completions",
     "COMPLETIONS": "/v1/completions",
     "CHATS": "/v1/chat/completions",
+    "RESPONSES": "/v1/responses",
     "TOKENIZATION": "/tokenize",
     "TEXTS": "/predict",
     "EMBEDDINGS": "/v1/embeddings",
