@@ -66,10 +66,10 @@ def rounded_codes(
 
 
 def stored_codes(weight: Tensor, outliers: Tensor, bits: WeightBits = 8) -> WeightCodes | None:
-    """Return the codes of a weight that has been widened from such codes; None of any other weight.
+    """Return the codes that a weight was widened from; None for other weights.
 
-    Each feature of it is a scale times whole numbers, the largest of which uses all bits, or nearly so: that of a
-    quantized checkpoint with a scale for each output and no zero points. So its codes and scales stay.
+    A quantized checkpoint with a scale for each output and no zero points has them: each feature is a scale times whole
+    numbers, and the largest number uses all bits, or nearly all.
 
     Args:
         weight: `[hidden, features]` fp32.
