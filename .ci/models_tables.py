@@ -14,7 +14,7 @@ from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.extraction import CONFIG, SCHEMA_MODEL
 from varlen.models.checkpoint.family import Family
 from varlen.models.checkpoint.first_releases import to_native
-from varlen.models.checkpoint.static_files import STATIC
+from varlen.models.static import STATIC
 from varlen.tasks import TASKS, Task
 
 _COLUMNS = "| `model_type` | checkpoints | tasks | [ranks](../operating/scaling.md#ranks) | notes |"

@@ -30,7 +30,6 @@ def start_module(
     """Start `python -m NAME FD ARGUMENTS`; return the process.
 
     Args:
-        connection: the end of a socket that the process gets as FD.
         stdin: standard input of the process, as of `subprocess.Popen`.
         new_session: whether it has a session of its own; if not, it leaves the process group by itself.
 

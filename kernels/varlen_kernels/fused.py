@@ -20,14 +20,15 @@ from varlen_kernels.triton.beam import beam_step
 from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.groups import linear_groups
-from varlen_kernels.triton.heads import norm_heads, rotary
 from varlen_kernels.triton.logit_edits import edit_logits
 from varlen_kernels.triton.norms import (
     add_layer_norm,
     layer_norm,
+    norm_heads,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    rotary,
 )
 from varlen_kernels.triton.paged_tiles import paged_tiles
 from varlen_kernels.triton.pooling import first_tokens, pool

@@ -18,8 +18,7 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen_client.cli.main import app
 from varlen_tools.adopt import adoption, view
 from varlen_tools.adopt.adoption import find_checkpoint
-from varlen_tools.adopt.existing import Existing, Tensor, read_existing, read_tokenizer
-from varlen_tools.adopt.load import Measured
+from varlen_tools.adopt.session import Existing, Measured, Tensor, read_existing, read_tokenizer
 from varlen_tools.adopt.view import ModelSide, existing_side, our_side, weights_dtype
 from varlen_tools.adopt.wish import AdoptError
 

@@ -12,9 +12,8 @@ from tests.checkpoints import save_checkpoint, set_fields
 from varlen import Encoder
 from varlen_tools import make_tokenizer as module
 from varlen_tools.fetch import FetchError, fetch
-from varlen_tools.make_tokenizer import make_tokenizer
+from varlen_tools.make_tokenizer import ConversionError, make_tokenizer
 from varlen_tools.sample_texts import TEXTS
-from varlen_tools.sentencepiece_model import ConversionError
 
 # Words that tokenizers are trained on, and more that they have not seen.
 CORPUS = [

@@ -9,7 +9,7 @@ from tests.checkpoints import save_checkpoint
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_tools.fetch import FetchError, copy_checkpoint, fetch
-from varlen_tools.sentencepiece_model import ConversionError, SentencePieceError, convert_marian
+from varlen_tools.make_tokenizer import ConversionError, SentencePieceError, convert_marian
 
 # a process may define the messages once only
 sentencepiece = import_protobuf()

@@ -12,8 +12,7 @@ from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source
-from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import batch_table, three_digits
+from varlen_tools.profile_costs.profile import Profile, batch_table, three_digits
 
 from .commands import run_varlen
 

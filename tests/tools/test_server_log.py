@@ -2,7 +2,7 @@
 
 import pytest
 
-from varlen_tools.server_log import load_failures, loading_stage
+from varlen_tools.local_server import load_failures, loading_stage
 
 # A log of tritonserver 2.51.
 LOG = r"""

@@ -62,13 +62,12 @@ from varlen_tools.gliner_files import (
     missing_parts,
 )
 from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
+from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_tokenizer
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
-from varlen_tools.sentencepiece_model import ConversionError
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
@@ -165,9 +164,6 @@ def fetch(
 
 def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:
     """Check what can be checked before anything is downloaded or copied.
-
-    Args:
-        source, name, settings: arguments of `fetch`.
 
     Raises:
         FetchError: one of them is wrong.
@@ -400,7 +396,6 @@ def _folder_or_download(
 
     Args:
         pattern: form of the names of the hub.
-        may_be_folder: whether the source may be a folder of this machine.
     """
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
@@ -480,7 +475,6 @@ def _downloaded(
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
 
     Args:
-        files: names of all files that the commit has.
         scratch: folder of this call, for users without a folder for caches.
         patterns: names of the files that are needed, if the commit has them.
         use: name of a folder of its own for these files.

@@ -74,7 +74,6 @@ def complete(folder: Path, field: str, backbone: Path | None) -> None:
 
     Args:
         folder: a copy of the model, which is changed.
-        field: one of `backbone_fields`.
         backbone: folder with `BACKBONE_FILES`; None if there are no `missing_parts`.
 
     Raises:

@@ -2,29 +2,319 @@
 
 Files of Marian and DeBERTa are converted by code of our own, all others by transformers, if it is installed. The
 library SentencePiece checks the results of transformers: 5.23 leaves rules of normalization out for some classes.
+
+A SentencePiece model is one message in protobuf's wire format; only the fields that matter are read.
+OPUS-MT checkpoints (source.spm and vocab.json) split sources by one model and targets by another, over one vocabulary.
+A source is split by source.spm; a piece that only targets have stands for a character that source.spm does not know.
+Tokenizers of DeBERTa 2 and 3 have the rules of normalization in spm.model, with which the checkpoints were trained.
+Source: `DebertaV2Converter` of transformers; sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file
+from varlen.models.checkpoint.config_file import read_flag, read_json, read_optional_object
+from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file, read_bytes
 from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
-from varlen_tools.sentencepiece_model import (
-    MODEL,
-    ConversionError,
-    SentencePieceError,
-    convert_deberta,
-    convert_marian,
-    has_deberta_files,
-    has_marian_files,
-)
+
+# Types of a piece, and the type of a model; numbers of the file format.
+NORMAL, UNKNOWN, CONTROL, USER, _UNUSED = 1, 2, 3, 4, 5
+_KINDS = (NORMAL, UNKNOWN, CONTROL, _UNUSED)
+_UNIGRAM = 1
+# Wire types of protobuf, and the sizes of two of them.
+_VARINT, _BYTES = 0, 2
+_FIXED_SIZES = {1: 8, 5: 4}
+
+
+class SentencePieceError(Exception):
+    """The file is damaged, or its model is of a kind that is not converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a model.
+
+    Attributes:
+        kind: its type, such as `NORMAL`.
+    """
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnigramModel:
+    """A unigram model.
+
+    Attributes:
+        charsmap: compiled rules that normalize characters; empty without rules.
+        splits_words: whether no piece spans a space.
+    """
+
+    pieces: tuple[Piece, ...]
+    charsmap: bytes
+    splits_words: bool
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Log probability of each piece that texts are split into."""
+        return {each.text: each.score for each in self.pieces if each.kind == NORMAL}
+
+
+def read_unigram_model(path: Path, kinds: Collection[int] = _KINDS) -> UnigramModel:
+    """Return the model in a file.
+
+    Args:
+        kinds: types of pieces that the caller converts.
+
+    Raises:
+        SentencePieceError: it is damaged, or a model of another kind.
+    """
+    try:
+        fields = _read_fields(read_bytes(path.parent, path.name))
+        trainer, normalizer = (_read_fields(_last_bytes(fields, field)) for field in (2, 3))
+        pieces = tuple(_read_piece(data) for field, data in fields if field == 1)
+    except CheckpointError as error:
+        raise SentencePieceError(str(error)) from None
+    except (IndexError, TypeError, UnicodeDecodeError, struct.error) as error:
+        raise SentencePieceError(f"{path.name} is damaged: {error}") from None
+    if _last_int(trainer, 3, _UNIGRAM) != _UNIGRAM:
+        raise SentencePieceError(f"{path.name} is not a unigram model; no other kind is converted")
+    has_others = any(each.kind not in kinds for each in pieces)
+    # a space before the text; no double spaces; ▁ for a space
+    flags = [_last_int(normalizer, field, 1) for field in (3, 4, 5)]
+    if has_others or _last_int(trainer, 24, 0) or not all(flags):
+        raise SentencePieceError(
+            f"{path.name} has pieces of bytes or of users, or keeps spaces; such models are not converted"
+        )
+    return UnigramModel(
+        pieces=pieces,
+        charsmap=_last_bytes(normalizer, 2),
+        splits_words=bool(_last_int(trainer, 22, 1)),
+    )
+
+
+def _read_piece(data: int | bytes) -> Piece:
+    if isinstance(data, int):
+        raise TypeError("a piece is no message")
+    fields = _read_fields(data)
+    (score,) = struct.unpack("<f", _last_bytes(fields, 2) or bytes(4))
+    return Piece(_last_bytes(fields, 1).decode(), score, _last_int(fields, 3, NORMAL))
+
+
+def _read_fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """Return number and value of each field of a message: an integer, or bytes."""
+    fields: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(data):
+        key, at = _read_varint(data, at)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == _VARINT:
+            value, at = _read_varint(data, at)
+            fields.append((number, value))
+            continue
+        if wire_type == _BYTES:
+            size, at = _read_varint(data, at)
+        elif wire_type in _FIXED_SIZES:
+            size = _FIXED_SIZES[wire_type]
+        else:
+            raise TypeError(f"wire type {wire_type}")
+        if at + size > len(data):
+            raise IndexError("it ends inside a field")
+        fields.append((number, data[at : at + size]))
+        at += size
+    return fields
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer of variable length, and the place after it."""
+    value, shift = 0, 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def _last_int(fields: list[tuple[int, int | bytes]], number: int, default: int) -> int:
+    values = [each for field, each in fields if field == number and isinstance(each, int)]
+    return values[-1] if values else default
+
+
+def _last_bytes(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
+    values = [each for field, each in fields if field == number and isinstance(each, bytes)]
+    return values[-1] if values else b""
+
+
+_EOS, _UNKNOWN_TEXT, _PAD = "</s>", "<unk>", "<pad>"
+
+# Scores far below the scores of pieces of sources: of a character that only targets have, and of a longer piece.
+_TARGET_CHARACTER, _TARGET_PIECE = -1e4, -1e7
+
+
+class ConversionError(Exception):
+    """The files cannot be converted; the message says why."""
+
+
+def has_marian_files(folder: Path) -> bool:
+    """Return whether a checkpoint folder has Marian's files, and no tokenizer.json."""
+    return has_file(folder, "source.spm") and not has_file(folder, TOKENIZER)
+
+
+def convert_marian(folder: Path) -> Tokenizer:
+    """Return the tokenizer of sources, which also decodes targets.
+
+    Args:
+        folder: checkpoint with source.spm and vocab.json.
+
+    Raises:
+        ConversionError: a file is missing, or they do not fit each other.
+        SentencePieceError: source.spm cannot be converted.
+    """
+    vocabulary = _read_vocabulary(folder)
+    model = read_unigram_model(folder / "source.spm")
+    missing = model.scores.keys() - vocabulary.keys()
+    if missing:
+        raise ConversionError(
+            f"vocab.json lacks {len(missing)} pieces of source.spm, such as {min(missing)!r}"
+        )
+    tokenizer = Tokenizer(
+        models.Unigram(_scored(vocabulary, model), vocabulary[_UNKNOWN_TEXT], False)
+    )
+    rules = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [*rules, normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=model.splits_words)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {_EOS}", pair=f"$A $B {_EOS}", special_tokens=[(_EOS, vocabulary[_EOS])]
+    )
+    # the language of the target, before a source of models with several
+    languages = [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
+    tokenizer.add_special_tokens(
+        [
+            *(
+                AddedToken(token, normalized=False, special=True)
+                for token in (_EOS, _UNKNOWN_TEXT, _PAD)
+            ),
+            *(AddedToken(token, normalized=False, special=True) for token in languages),
+        ]
+    )
+    return tokenizer
+
+
+def _read_vocabulary(folder: Path) -> Mapping[str, int]:
+    try:
+        content: Any = read_json(folder, "vocab.json")
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
+    if not isinstance(content, dict) or sorted(content.values()) != list(range(len(content))):
+        raise ConversionError("vocab.json does not give ids from 0 to tokens")
+    absent = [token for token in (_EOS, _UNKNOWN_TEXT, _PAD) if token not in content]
+    if absent:
+        raise ConversionError(f"vocab.json has no token {absent[0]}")
+    if (folder / "target_vocab.json").is_file():
+        raise ConversionError("there is a target_vocab.json; two vocabularies are not converted")
+    return content
+
+
+def _scored(vocabulary: Mapping[str, int], model: UnigramModel) -> list[tuple[str, float]]:
+    """Return each token and its score, in the order of ids."""
+    scores = model.scores
+
+    def score(token: str) -> float:
+        if token in scores:
+            return scores[token]
+        return _TARGET_CHARACTER if len(token) == 1 else _TARGET_PIECE
+
+    return [(token, score(token)) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
+
+
+MODEL = "spm.model"
+# Special tokens; the mask is none of the model's pieces.
+_FIRST, _LAST, _MASK = "[CLS]", "[SEP]", "[MASK]"
+_CONFIG = "tokenizer_config.json"
+
+
+def has_deberta_files(folder: Path) -> bool:
+    """Return whether a folder has a SentencePiece model of DeBERTa."""
+    if not has_file(folder, MODEL):
+        return False
+    kind = read_optional_object(folder, "config.json").get("model_type")
+    name = read_optional_object(folder, _CONFIG).get("tokenizer_class")
+    return kind == "deberta-v2" or name in ("DebertaV2Tokenizer", "DebertaV2TokenizerFast")
+
+
+def convert_deberta(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder with spm.model.
+
+    Raises:
+        ConversionError: the model has no special tokens.
+        CheckpointError: tokenizer_config.json is damaged.
+        SentencePieceError: spm.model is damaged, or a model of another kind.
+    """
+    model = read_unigram_model(folder / MODEL, (NORMAL, UNKNOWN, CONTROL, USER))
+    ids = {each.text: number for number, each in enumerate(model.pieces)}
+    unknown = next((ids[each.text] for each in model.pieces if each.kind == UNKNOWN), None)
+    if unknown is None or not {_FIRST, _LAST} <= ids.keys():
+        raise ConversionError(f"{MODEL} lacks {_FIRST}, {_LAST} or the piece of unknown characters")
+    config = read_optional_object(folder, _CONFIG)
+    lowercase, splits_marks = (
+        read_flag(config, name, default=False, name=_CONFIG)
+        for name in ("do_lower_case", "split_by_punct")
+    )
+    pieces = [(each.text, each.score) for each in model.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, False))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *([normalizers.Lowercase()] if lowercase else []),
+            normalizers.Strip(),
+            *([normalizers.Precompiled(model.charsmap)] if model.charsmap else []),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *([pre_tokenizers.Punctuation("isolated")] if splits_marks else []),
+            pre_tokenizers.Metaspace(split=model.splits_words),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_FIRST}:0 $A:0 {_LAST}:0",
+        pair=f"{_FIRST}:0 $A:0 {_LAST}:0 $B:1 {_LAST}:1",
+        special_tokens=[(token, ids[token]) for token in (_FIRST, _LAST)],
+    )
+    special = [each.text for each in model.pieces if each.kind in (CONTROL, UNKNOWN)]
+    names = dict.fromkeys((*special, _FIRST, _LAST, _MASK))
+    tokenizer.add_special_tokens(
+        [AddedToken(each, normalized=False, special=True) for each in names]
+    )
+    users = [each.text for each in model.pieces if each.kind == USER]
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in users])
+    return tokenizer
+
 
 # Names of SentencePiece models.
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", MODEL, "tokenizer.model")

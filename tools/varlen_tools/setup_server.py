@@ -356,7 +356,6 @@ def _check_runs(kit: Path) -> None:
 
 
 def _commands(folder: Path, bin_folder: Path) -> dict[Path, str]:
-    """Return the text of each command by its path."""
     python, kit = shlex.quote(str(bin_folder / "python")), shlex.quote(str(folder))
     return {
         bin_folder / command: _WRAPPER.format(kit=kit, python=python, command=command)

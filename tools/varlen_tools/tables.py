@@ -14,7 +14,6 @@ class Table:
 
     Attributes:
         align_right: whether a console aligns the columns after the first to the right.
-        caption: line below the table in a console.
     """
 
     title: str
@@ -24,7 +23,6 @@ class Table:
     caption: str | None = None
 
     def __rich__(self) -> ConsoleTable:
-        """Return the table as rich prints it."""
         view = ConsoleTable(
             title=self.title or None,
             title_justify="left",

@@ -1,21 +1,13 @@
 """Response cache: stores and reuses outputs, in front of the engine.
 
 The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
-of everything that tells the outputs of one engine apart: all parts of a prompt, and `normalize`. Task, model and
-version are the same for all outputs of an engine, and each engine has its own cache. The key has the `cache_salt` of
-the request too: requests with different salts share no answer. The least recently used answers make room for new ones,
-and old answers are forgotten.
+of everything that tells the outputs of one engine apart: all parts of a prompt, and `normalize`; the `cache_salt` of
+the request too: requests with different salts share no answer. The least recently used answers make room for new ones.
 
-Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it.
-Joining never makes a request wait longer or fail for another one's reasons:
-
-* A request joins only a flight that is at least as urgent as itself, in priority and in deadline, and that fits one
-  batch. Otherwise it runs by itself, and later ones join it. So deadlines are never inherited.
-* A request waits only for requests that came before it, so one that has to restart is not delayed again and again.
-* A flight is cancelled once all requests that wait for it are cancelled, leader or not.
-* If the engine refuses or drops a flight because of its leader (too large, too late, cancelled, queue full), only
-  the leader fails; the others restart with the time that is left to them.
-* If running it fails, all requests that wait for it fail, as in any failed batch. Errors are never stored.
+Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it. A request
+joins only a flight that is at least as urgent as itself, that came before it, and that fits one batch. A failure of the
+leader is its own, and the others restart; a failure of the run is everyone's. A flight is cancelled once all of its
+requests are. docs/decisions/0013-response-cache.md has the reasons.
 """
 
 from __future__ import annotations
@@ -50,7 +42,6 @@ class CachedAnswer:
 
     @classmethod
     def of(cls, row: Float32Array) -> CachedAnswer:
-        """Return a copy of one row."""
         assert row.dtype == np.float32
         # rows may be views of a whole batch
         return cls(row.tobytes(), row.shape)
@@ -169,7 +160,6 @@ class Pending:
 
     Attributes:
         deadline: time on the cache's clock; infinity if there is none.
-        rows: the answer so far.
         missing: number of rows without an answer.
         joined: flights of others that it waits for, with the key.
         is_counted: whether it counts as a request that waits for others.

@@ -38,7 +38,6 @@ class Measurement:
 
     Attributes:
         batches: shapes to measure, at least one.
-        is_complete: whether all planned batches were measured.
         spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 

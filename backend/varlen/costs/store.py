@@ -1,8 +1,8 @@
 """Measured costs on disk, a JSON file for each entry: a second start measures nothing.
 
 The key of costs has all that decides them: model, device, libraries and others. Servers may share one folder. No
-problem with it is an error: a damaged entry is replaced. A folder that cannot be read or written, or that other users
-can write to, is not used. Each problem is logged as a warning.
+problem with it is an error but a warning: a damaged entry is replaced, and a folder that cannot be read or written, or
+that other users can write to, is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class StoredCosts:
     Attributes:
         key: facts that decide these costs.
         measured_at: time of the measurement, with its time zone.
-        allowed_seconds: the bound of the measurement.
     """
 
     key: CostKey

@@ -37,11 +37,7 @@ def search_rules(checkpoint: Checkpoint) -> TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """A checkpoint's own options for requests.
-
-    Attributes:
-        max_new_tokens: limit of `max_tokens` in all requests, if it has one.
-    """
+    """A checkpoint's own options for requests."""
 
     options: Mapping[str, object]
     max_new_tokens: int | None = None

@@ -82,7 +82,6 @@ class Adapters:
 
     @property
     def num_served(self) -> int:
-        """Number of those that are served."""
         return sum(isinstance(each, Adapter) for each in self.found)
 
     @property
@@ -117,7 +116,6 @@ def find_adapters(
     """Return the adapters of a checkpoint; None if there is none.
 
     Args:
-        record: records the model with some tables.
         workers: workers that share `adapter_bytes`.
 
     Raises:
@@ -248,7 +246,6 @@ class ResidentAdapters:
 
         Args:
             tables: tables that its programs have recorded.
-            fault_of_ranks: see `RankLink`.
         """
         self._fault_of_ranks = fault_of_ranks
         self._adapters, self._tables, self._numbers = adapters, tables, adapters.numbers
@@ -315,12 +312,6 @@ class ResidentAdapters:
         """Return the inputs for rows that have an adapter, and their dimensions.
 
         Adapters that are not in memory are read.
-
-        Args:
-            numbers: adapter of each sequence.
-            lengths: tokens of each sequence.
-            given: its other inputs.
-            program: number of the program.
 
         Raises:
             AdapterFaultError: an adapter cannot be read any more.

@@ -1,9 +1,8 @@
 """Runs a model that extracts spans, also with a second encoder, for labels.
 
-A scheduler counts tokens of texts. Labels of a schema have several instances, and labels of a bi-encoder are no tokens,
-so a batch may have more labels than memory holds, and then runs in parts.
-The result for a label depends on no text. It is kept by the label's tokens, so a label that was asked for before costs
-nothing; the results that were used longest ago make room. Labels that are not kept are packed as texts are.
+Labels are no tokens of a text for the scheduler, so a batch may have more than memory holds, and then runs in parts.
+The result for a label depends on no text: it is kept by the label's tokens, and the ones that were used longest ago
+make room. Labels that are not kept are packed as texts are.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class SpansInParts(OneShot):
 
         Args:
             largest: largest dimensions of a batch.
-            settings: see `OneShot`.
         """
         super().__init__(device, "extract", **settings)
         self._largest = largest
@@ -84,7 +82,6 @@ class LabelledSpans(SpansInParts):
 
         Args:
             most_tokens: tokens of the largest batch of several labels.
-            settings: see `SpansInParts`.
         """
         device.input_names = [
             name for name in device.input_names if not name.startswith(LABEL_PART)

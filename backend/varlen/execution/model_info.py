@@ -165,7 +165,6 @@ class ModelInfo:
         max_arena_tokens: longest sequence that the arena of a worker holds, in tokens.
         weight_bytes: memory of the weights, in bytes; workers share it.
         arena_bytes: largest memory of intermediates, in bytes, of one worker.
-        outputs: tasks of its further outputs.
         cost_fields: fields that decide the run time of batches beside settings.
         adapters: names of its adapters, and why each is refused; empty for those that are served.
         has_apart_labels: whether an encoder of their own reads labels.

@@ -61,7 +61,7 @@ from varlen.request.request import (
     Vectors,
     join_outputs,
 )
-from varlen.request.sparse_vectors import terms_in_order
+from varlen.request.terms import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -281,7 +281,6 @@ class SeveralOutputs(OneShot):
         Args:
             device: runs the encoder, whose output are hidden states.
             heads: run the heads, first the head of the model's own task.
-            m3, adapters: see `OneShot`.
         """
         super().__init__(device, adapters=adapters)
         self._heads = heads
@@ -369,7 +368,6 @@ def weighted_terms(
     Args:
         prompts: sequences in the order of the batch.
         weights: `[tokens, 1]`, of each token; none is negative. Rows behind are of no sequence.
-        unweighted: tokens that are no terms.
 
     Returns:
         `[terms, 2]` fp32 of each sequence, as by `terms_in_order`. Terms of weight 0 are left out.
@@ -525,7 +523,6 @@ class Decoder:
             return self._part_of(step)
 
     def run_prepared(self, step: PackedStep, part: PackedStep) -> Chosen:
-        """Run a step whose part is prepared; see `run_packed`."""
         with memory_errors(), torch.inference_mode():
             return self._run(step, part)
 
@@ -689,7 +686,6 @@ class EncoderDecoder(Decoder):
     """A decoder whose sequences have a source text, which an encoder reads first."""
 
     def _bind_others(self, programs: Sequence[Program], arenas: Sequence[Arena]) -> None:
-        """Bind the encoder to its memory."""
         (program,), (arena,) = programs, arenas
         self._sources: CudaSources | None = None
         self._encode: Callable[[Arrays, Dims], object]

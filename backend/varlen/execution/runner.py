@@ -20,9 +20,8 @@ from varlen.execution.arenas import batch_arenas, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner, CudaSteps, OpsOnDevice
-from varlen.execution.device import choose_device, device_memory, name_of
+from varlen.execution.device import choose_device, device_memory, device_name, name_of
 from varlen.execution.executor import Outputs, StepLauncher
-from varlen.execution.fingerprint import device_name
 from varlen.execution.labelled_spans import LabelledSpans, SpansInParts
 from varlen.execution.model_info import (
     GraphUse,
@@ -292,7 +291,6 @@ class Runner:
         Args:
             prompts: checked, at least one; together at most `max_batch_tokens` long, padding included if they
                 are padded, or one of at most `max_arena_tokens`.
-            options: one per prompt.
 
         Returns:
             Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank

@@ -193,7 +193,6 @@ class DeviceEdits:
         """Edit the logits of a step.
 
         Args:
-            logits, token_ids, logit_rows, rows, penalties: see `reference.edit_logits`.
             begun: arrays of `EditLists`, if lists begin.
         """
         lists = EditLists(**begun) if begun else self._none_begun

@@ -21,7 +21,6 @@ from varlen.intake.long_texts import LongTextForm, LongTexts
 from varlen.intake.tokenization import Text
 from varlen.intake.word_prompts import SpanTexts
 from varlen.parameter import check_count
-from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.questions import (
     DEFAULT_ANSWER_TOKENS,
     DEFAULT_ANSWERS,
@@ -39,7 +38,13 @@ from varlen.request.request import (
 from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, RowParameters, TextPrefix
 from varlen.request.schema import read_schema
 from varlen.request.spans import DEFAULT_THRESHOLD, Span, read_labels
-from varlen.request.sparse_vectors import SparseVector, sparse_vector
+from varlen.request.terms import (
+    DEFAULT_TOP_K,
+    FilledToken,
+    SparseVector,
+    largest_top_k,
+    sparse_vector,
+)
 from varlen.request.vectors import VectorForm, read_spans
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service

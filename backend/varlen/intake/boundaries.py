@@ -1,23 +1,16 @@
 """Places in a text that no token crosses.
 
 The tokens of a text up to such a place are the first tokens of the whole text. With most tokenizers the tokens from
-there on are its last ones.
+there on are its last ones: where no step changes the beginning of a text, such as by stripping spaces there.
 
-A tokenizer finds added tokens such as [MASK], normalizes, splits the text into words and finds the tokens of each word.
-A place is safe if every one of these steps treats the text before it alike, whatever comes after it:
+A place is safe if every step of a tokenizer treats the text before it alike, whatever comes after it:
 
 * A letter or digit before a space, if words are split at spaces. The space begins a new character for every Unicode
   normalization: nothing composes with it, and it belongs to no cluster of characters that precede it.
-* If words are split at all white space, also a letter or digit of ASCII before a tab or the end of a line. Patterns of
-  words add the end of a line to what precedes it, unless that is a letter or digit. In every version of Unicode,
-  letters and digits of ASCII are.
+* If words are split at all white space, also a letter or digit of ASCII before a tab or the end of a line.
 * With the words of BERT, also a place before a punctuation mark or a Chinese character, each a word of its own.
 
-Tokenizers with parts that are not known here have no safe boundaries.
-
-The tokens that follow a place are the last ones if every step also treats the text behind it alike, whatever comes
-before it. A step that changes the beginning of a text does not: it strips spaces there, or puts something before it.
-Metaspace and a prefix space are no such steps where the text begins with a space.
+Tokenizers with parts that are not known here have no safe boundaries. docs/decisions/0045-bounded-reading.md has more.
 """
 
 import json

@@ -111,7 +111,6 @@ class Intake:
         Args:
             truncate: cut texts that are too long instead of refusing them.
             side: side on which they are cut; None is the checkpoint's.
-            prefix: prompt or instruction before the texts.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
@@ -233,7 +232,6 @@ class Intake:
         return TextRole(instruction=prefix.instruction)
 
     def cut_side(self, given: RowParameters) -> TruncationSide:
-        """Return the side on which texts of a request are cut."""
         if self._pair_template is not None or self.word_prompts is not None:
             return "right"
         return given.truncation_side or self.tokenizer.side
@@ -260,7 +258,6 @@ class Intake:
 
     @property
     def reads_sources(self) -> bool:
-        """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
     def _tokenize(

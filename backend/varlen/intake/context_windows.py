@@ -178,7 +178,6 @@ class ContextWindows:
         return prompts
 
     def _parts(self, row: int, others: int, count: int) -> list[slice]:
-        """Return the part of the context in each window."""
         room, stride = self._max_tokens - others, self._stride
         assert stride is not None
         if count <= room:
@@ -209,7 +208,6 @@ def overlapping(
     """Return the tokens of each window of a text.
 
     Args:
-        count: number of tokens of the text.
         room: tokens of the text in a window.
         overlap: tokens that two windows share, less than `room`.
         size: tokens of a window with all others.

@@ -70,7 +70,6 @@ class LongTextForm:
 
     Attributes:
         spans: beginning and end of each span, one after the other, see `read_spans`; None for whole texts.
-        windows: whether texts that are longer than the model are read in windows.
         overlap: tokens that two windows share; None is the default.
         normalize: whether vectors have length 1.
     """
@@ -87,7 +86,6 @@ class _Part:
 
     Attributes:
         vectors: numbers of these vectors, `[vectors]`; a whole text has one.
-        counts: tokens of each that are in this sequence.
     """
 
     vectors: _Places
@@ -98,7 +96,6 @@ class LongTexts:
     """The texts of a request that are embedded in parts.
 
     Attributes:
-        num_vectors: number of their vectors.
         normalizes_parts: whether the vectors of sequences are normalized, and not only the result.
     """
 
@@ -175,11 +172,7 @@ class LongTexts:
         return [sum(tokens[part]) for part in self._prompts_of_rows()]
 
     def vectors(self, outputs: Sequence[Float32Array]) -> Float32Array:
-        """Return the vector of each text, or of each span, `[vectors, features]`.
-
-        Args:
-            outputs: the output of each prompt.
-        """
+        """Return the vector of each text, or of each span, `[vectors, features]`."""
         return np.concatenate(
             [
                 self._joined(parts, outputs[place])

@@ -1,14 +1,10 @@
 """Threads that tokenize: they turn drafts into requests.
 
-No client waits while a long text of another one is tokenized. A draft is worked on step by step, and the step that is
-due first runs next:
+The step of a draft that is due first runs next, so short texts pass long ones, and one thread runs short steps only:
 
     due = arrival + bytes of the draft up to and with this step / (bytes per second * (1 + priority))
 
-The rate is lower than any tokenizer's. Short texts therefore pass long ones, and pass each row of a large request.
-As `due` does not change while others arrive, every step has its turn: only a request that comes before its step is due
-can pass it. One thread runs short steps only, so a short text never waits for a long step.
-
+`due` never changes, so every step has its turn; docs/decisions/0024-tokenizer-threads.md has the reasons.
 Every draft ends in exactly one way: it is accepted as a request, or its reply fails.
 """
 

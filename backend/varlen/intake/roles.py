@@ -69,7 +69,6 @@ class TextRole:
         instruction: task in words, of a model that compares texts; None is the checkpoint's.
         num_unpooled: the number of its tokens, where pooling leaves them out.
         max_tokens: longest sequence; None is the limit of the model.
-        expansion: expansion of short texts.
         skipped: tokens without a vector, `[tokens]` int32.
         is_looked_up: whether its texts are looked up by their tokens, without special ones.
     """

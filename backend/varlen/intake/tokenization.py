@@ -4,11 +4,9 @@ The tokenizers library does the work and lets other threads run meanwhile; this 
 tokenizes only the part of a much too long text up to a safe boundary (`boundaries`), or the part from one on if the
 text's beginning is cut: the result equals the whole text's.
 
-A request's text may itself be a part, of a text that is too long to be read. The tokens next to where reading ended
-may differ from the whole text's. In a run, such as of digits, all tokens may depend on that place. So a part counts
-only if it has `spare_tokens` more than are kept, and these are the same if a character less is read; or if it ends at a
-safe boundary. Which of two parts is longer is not known: if an odd number of tokens is kept, the last of one text
-may be the last of the other.
+A request's text may itself be a part, of a text that is too long to be read. It counts if it ends at a safe boundary,
+or has `spare_tokens` more than are kept, which are the same if a character less is read
+(docs/decisions/0078-limits-of-the-checkpoint.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -116,7 +114,6 @@ class Tokenizer:
         Args:
             max_sequence_tokens: length of a truncated text, special tokens included.
             has_types: whether pairs get token types.
-            adds_special_tokens: whether the special tokens of `tokenizer.json` are added to texts.
             prefixes: texts that become one token each, if the vocabulary has it, or their first word.
 
         Raises:
@@ -303,7 +300,6 @@ class Tokenizer:
         It is as for the whole text, or too long like it.
 
         Args:
-            are_parts: whether only a part of each is given.
             cut: side on which it is cut; None cuts nothing.
         """
         if isinstance(text, tuple):
@@ -322,7 +318,6 @@ class Tokenizer:
         special_tokens: bool,
         limit: int,
     ) -> Encoding | None:
-        """Return the encoding of a pair with a part of its longer text."""
         longer = int(len(pair[1]) > len(pair[0]))
         other = 1 - longer
         # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
@@ -394,7 +389,6 @@ class Tokenizer:
         Args:
             text: tokens of the parts are tokens of it, without the special ones.
             limit: number of tokens that are kept.
-            side: side on which the other tokens are.
         """
         pattern = self._boundary if side == "right" else self._start
         size = limit * _CHARACTERS_PER_TOKEN

@@ -153,7 +153,6 @@ class WordPrompts:
         return steps_of(sizes, tokenize)
 
     def _before(self, asked: Sequence[str] | Schema) -> _Before:
-        """Return what is before each text."""
         if self._config.reads_schema:
             schema = asked if isinstance(asked, Schema) else Schema.of_labels(asked)
             made = schema.prompt()
@@ -179,7 +178,6 @@ class WordPrompts:
 
         Args:
             apart: tokens of labels that an encoder of their own reads; None if they are tokens of the prompt.
-            max_tokens: longest prompt.
             is_cut: whether a text that is too long loses its last words; else it is refused.
 
         Raises:
@@ -273,8 +271,6 @@ class _Before:
 
     Attributes:
         names: labels, or texts of the prompt.
-        words: words before the text, which count as its words.
-        prompt: texts before the words.
     """
 
     names: Sequence[str]

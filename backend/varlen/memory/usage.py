@@ -48,7 +48,6 @@ class Size:
         return self.fixed + sum(factor * dims[name] for name, factor in self.per)
 
     def __add__(self, other: "Size | int") -> "Size":
-        """Return the sum."""
         if isinstance(other, int):
             other = Size(other)
         mine, theirs = dict(self.per), dict(other.per)

@@ -59,7 +59,6 @@ class BartEmbedding:
 
     Attributes:
         position_table: `[positions, hidden]`.
-        scale: multiplies the embeddings of tokens.
     """
 
     token_table: TokenTable
@@ -163,7 +162,6 @@ class Options:
 
     Attributes:
         is_pre_norm: whether norms are before sublayers, with one more after the last.
-        has_output_bias: whether logits have a bias.
         activation: default activation, by transformers' name.
         scales_embedding: default of that field in config.json.
     """

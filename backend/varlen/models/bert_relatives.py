@@ -1,7 +1,7 @@
 """BERT and its relatives: names of tensors and fields, and parts of layers.
 
-A relative is a row; `post_norm_family` loads all of them. Source of the names: the models as Hugging Face transformers
-saves them, and of JinaBERT, jina-embeddings-v3 and NomicBERT the code and files of their authors on the hub.
+A relative is a row; `post_norm_family` loads all of them. Names of JinaBERT, jina-embeddings-v3 and NomicBERT come from
+the code and files of their authors on the hub.
 """
 
 from collections.abc import Mapping

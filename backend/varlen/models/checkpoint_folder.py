@@ -5,7 +5,7 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +39,10 @@ from varlen.models.checkpoint.folder_forms import check_is_folder, check_is_tran
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
-from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
+from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import (
     PAIR_FORMS,
-    LogitScore,
     check_score_tokens,
     find_logit_score,
 )
@@ -51,7 +50,6 @@ from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.quantization import FIELDS, Quantization, read_quantization
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
-from varlen.models.checkpoint.static_files import STATIC, static_config, static_folder
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TokenizerSettings,
@@ -60,7 +58,6 @@ from varlen.models.checkpoint.tokenizer_files import (
 )
 from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import (
-    LayerMix,
     M3Heads,
     SpladeConfig,
     VectorConfig,
@@ -70,6 +67,7 @@ from varlen.models.checkpoint.vector_layers import (
 )
 from varlen.models.checkpoint.weights import check_factors, read_headers
 from varlen.models.registry import family_of, first_name, text_part
+from varlen.models.static import STATIC, static_config, static_folder
 from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task, further_problem
 from varlen_kernels import Pooling
@@ -85,8 +83,8 @@ _HOW_TO_RANK = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(SentenceSettings):
     """Architecture and settings of a checkpoint.
 
     Attributes:
@@ -96,17 +94,6 @@ class Checkpoint:
         quantization: method and sizes of its quantized weights; None if they are not.
         adapter: the adapter for a task that is merged into its weights; None for none.
         task: the task of its modules, else the task of its head.
-        pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
-        dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
-        layer_mix: weights of the outputs of layers, whose mean `embed` pools; None pools the output of the last layer.
-        rounds: whether `embed` rounds vectors to whole numbers.
-        normalize: whether these tasks divide a vector by its length, by default.
-        prompts: texts that they put before texts, by name.
-        default_prompt: the one that it takes if a request names none.
-        pools_prompt: whether `embed` pools the tokens of these texts too.
-        splade: settings of `sparse_embed` for a vector of terms.
-        logit_score: settings of `rerank` for a score of two logits, if it answers in words.
-        late: settings of `token_embed` for the tokens of texts, if its modules say so.
         router: its routes, if queries of `sparse_embed` are looked up.
         longest_query: longest query that is looked up, in tokens; None where no file has it.
         masked_lm: the head of a masked language model, None if it has none.
@@ -137,17 +124,7 @@ class Checkpoint:
     adapter: Adapter | None
     architecture: str
     task: Task
-    pooling: tuple[Pooling, ...]
-    dense: tuple[VectorConfig, ...]
-    layer_mix: LayerMix | None
-    rounds: bool
-    normalize: bool
-    prompts: Mapping[str, str]
-    default_prompt: str
-    pools_prompt: bool
     splade: SpladeConfig
-    logit_score: LogitScore | None
-    late: LateInteraction | None
     router: Router | None
     longest_query: int | None
     masked_lm: MaskedLMLayout | None
@@ -204,7 +181,9 @@ class Checkpoint:
             late = replace(late, text_length=trained_limit)
             trained_limit = max(trained_limit, late.longest_text)
         has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
+        own = {each.name: getattr(sentence, each.name) for each in fields(sentence)}
         return cls(
+            **own | {"splade": sentence.splade or SpladeConfig(), "late": late},
             folder=folder,
             weights_folder=model.body,
             config=config,
@@ -213,17 +192,6 @@ class Checkpoint:
             adapter=read_adapter(config, adapter),
             architecture=architecture,
             task="extract" if model.extraction else _task(sentence, family, config, architecture),
-            pooling=sentence.pooling,
-            dense=sentence.dense,
-            layer_mix=sentence.layer_mix,
-            rounds=sentence.rounds,
-            normalize=sentence.normalize,
-            prompts=sentence.prompts,
-            default_prompt=sentence.default_prompt,
-            pools_prompt=sentence.pools_prompt,
-            splade=sentence.splade or SpladeConfig(),
-            logit_score=sentence.logit_score,
-            late=late,
             router=model.router,
             longest_query=longest_query,
             masked_lm=_masked_lm(config, family, architecture),

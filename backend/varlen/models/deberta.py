@@ -48,7 +48,6 @@ class Convolution:
 
     Attributes:
         linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
-        size: tokens of a window.
         activation: applied to its output, which is added to the output of the first layer.
     """
 

@@ -3,8 +3,7 @@
 Gemma, Gemma 2 and the text part of Gemma 3 are this decoder with other options. EmbeddingGemma is a Gemma 3 whose
 tokens read all of a text.
 Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118 (norms after both parts, limits of scores); 2025,
-arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions); tensor names as Hugging Face transformers
-saves them.
+arXiv:2503.19786 (norms of queries and keys, two bases of rotary positions).
 """
 
 from __future__ import annotations
@@ -67,12 +66,10 @@ class Options:
 
     Attributes:
         fields: fields of config.json that it reads beside the common ones.
-        activation_field: the field with the activation of gates.
         every: the layer of this number, and each multiple, reads all tokens where config.json does not say it.
         score_cap, logit_cap: limits where config.json does not say them; None is no limit.
         has_post_norms: whether the results of both parts of a layer are normed.
         has_head_norms: whether queries and keys are normed.
-        attention_norms: names of the norms before and after the attention.
     """
 
     fields: frozenset[str] = frozenset()
@@ -245,7 +242,6 @@ def read_stack(
     Args:
         fields: config.json, or the part of these layers.
         prefix: beginning of the names of their tensors.
-        is_for_first_stage: see `LayerReader.layers`.
     """
     config, options = GemmaConfig.read(fields), _options(fields)
     table = read.token_table(f"{prefix}embed_tokens.weight", config.vocab_size, config.hidden)

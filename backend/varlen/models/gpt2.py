@@ -1,7 +1,6 @@
 """GPT-2: a decoder with learned positions and pre-norm layers, over packed tokens.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; tensor names as Hugging Face
-transformers saves them.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options, and encoders where `is_causal` is false. Relatives
 with files of their own change what `load` returns.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,
-arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys); tensor names as Hugging
-Face transformers saves them.
+arXiv:2407.10671 (biases); Yang et al. 2025, arXiv:2505.09388 (norms of queries and keys).
 """
 
 from __future__ import annotations
@@ -285,7 +284,6 @@ class LlamaLayer:
         attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
         qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
-        mlp: the feed-forward part.
         window: number of last tokens that a token reads; 0 is all.
     """
 
@@ -310,7 +308,6 @@ class Llama:
         projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
         heads: the layers on top of it, for tasks of one step.
-        embedding_scale: factor of embeddings.
         score_scale: factor of the scores of attention; None is head_dim ** -0.5.
         score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
         are_head_norms_last: whether the norms of queries and keys follow rotary positions.
@@ -537,7 +534,6 @@ def make_family(
     Args:
         model_type: its name in `OPTIONS`.
         fields: more fields of config.json than `LlamaConfig` and its options have, which it reads.
-        classifiers: the tasks of classifiers that transformers has for it.
     """
     generator, sequences, tokens = (
         f"{name}For{head}" for head in ("CausalLM", "SequenceClassification", "TokenClassification")

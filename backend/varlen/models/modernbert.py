@@ -1,7 +1,7 @@
 """ModernBERT over packed tokens: its configuration, its tensors, its forward pass.
 
 Layers with norms before them, rotary positions and gated feed-forward parts; most layers read only near tokens.
-Source: Warner et al. 2024, arXiv:2412.13663; names as Hugging Face transformers saves them.
+Source: Warner et al. 2024, arXiv:2412.13663.
 """
 
 from __future__ import annotations

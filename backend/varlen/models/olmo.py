@@ -2,8 +2,7 @@
 
 Norms of queries and keys are over all heads. OLMo 3 has windows in three of four layers, and rotary positions
 of its own for each kind of layer.
-Source: OLMo Team 2024, arXiv:2501.00656; 2025, arXiv:2512.13961 (OLMo 3); tensor names as Hugging Face transformers
-saves them.
+Source: OLMo Team 2024, arXiv:2501.00656; 2025, arXiv:2512.13961 (OLMo 3).
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ class FieldNames:
     default_norm_eps: float = 1e-12
 
     def all(self) -> frozenset[str]:
-        """Return the fields that are read."""
         names = {self.hidden, self.inner, self.layers, self.heads, self.types, self.embedding}
         names = {*names, self.activation, self.norm_eps} - {""}
         return frozenset(names | {"max_position_embeddings", "vocab_size"})
@@ -172,7 +171,6 @@ class EncoderSizes:
         activation: between the two linear layers.
         norm_eps: added to the variance.
         experts: experts of a layer, and experts of a token.
-        expert_layers: numbers of the layers with experts.
     """
 
     hidden: int
@@ -348,7 +346,6 @@ class PostNormFamily:
         return hidden, heads
 
     def load(self, read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
-        """Return the encoder of a checkpoint; see `Family`."""
         return _Reader(self._as_stored(read), self.read_sizes(config), read).model(head)
 
     def _as_stored(self, tensors: Container[str]) -> PostNormFamily:

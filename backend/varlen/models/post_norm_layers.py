@@ -49,7 +49,6 @@ class PostNormLayer:
     """One transformer layer; queries, keys and values are side by side.
 
     Attributes:
-        mlp: the feed-forward part.
         second_norm: norm of the sum of the attention's normalized output and its input again, if there is one.
     """
 

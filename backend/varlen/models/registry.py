@@ -1,4 +1,7 @@
-"""The families that are served, by the `model_type` of config.json."""
+"""The families that are served, by the `model_type` of config.json.
+
+Names of tensors and fields are the ones that Hugging Face transformers saves, unless a family's file says otherwise.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +23,7 @@ from varlen.models import (
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.static_files import STATIC
+from varlen.models.static import STATIC
 
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in bert_relatives.RELATIVES.items()},

@@ -1,6 +1,6 @@
 """T5Gemma: an encoder and a decoder with the layers of Gemma 2.
 
-Source: Zhang et al. 2025, arXiv:2504.06225; tensor names as Hugging Face transformers saves them.
+Source: Zhang et al. 2025, arXiv:2504.06225.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ class LayerCut:
 
     Attributes:
         shape: inputs and outputs of the whole layer.
-        inputs: bounds of its inputs.
         outputs: bounds of its outputs, one part after another.
     """
 

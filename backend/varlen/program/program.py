@@ -190,7 +190,6 @@ class Program:
             kernels: has the functions that the ops name, such as a module.
             region: laid out for this program and a batch of these dimensions; overwritten.
             states: the tensor of each state, by name; those that ops write are changed.
-            out: tensors of the outputs' shapes for this batch.
             call: runs an op instead of its kernel: gets the op, the kernel, its operands and `out`.
         """
         outputs = tuple(self.new_outputs(batch.dims, region.memory.device)) if out is None else out
@@ -218,7 +217,6 @@ class Program:
     def run_op(
         self, number: int, kernels: object, tensors: Sequence[Any], call: CallOp | None = None
     ) -> None:
-        """Run one op on what `tensors` returned; see `run` for `call`."""
         op, reads, writes = self._calls[number]
         operands = [tensors[slot] for slot in reads]
         kernel = getattr(kernels, op.kernel)

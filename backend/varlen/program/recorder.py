@@ -71,7 +71,6 @@ class Recording:
 
         Args:
             kernel: name of the function that it calls.
-            results: shape and dtype of each.
             writes: the states among the operands that it changes.
             in_place: see `Op`; None takes the one of the table of ops.
 

@@ -57,7 +57,6 @@ def layer_starts(program: Program, layer_of: Mapping[int, int], count: int) -> l
     """Return the number of the first op that reads a weight of each layer.
 
     Args:
-        program: the program, as it was recorded.
         layer_of: the layer of each weight, by the weight's id.
     """
     starts: dict[int, int] = {}
@@ -76,7 +75,6 @@ def cut_program(
     """Return the part of each stage.
 
     Args:
-        starts: see `layer_starts`.
         bounds: first layer of each stage, and the number of layers.
     """
     cuts = [0, *(starts[bound] for bound in bounds[1:-1]), len(program.ops)]

@@ -50,7 +50,6 @@ class Draft:
         return sum(step.num_bytes for step in self.steps)
 
     def and_then(self, step: TokenizationTask) -> "Draft":
-        """Return the draft with one more task."""
         return replace(self, steps=(*self.steps, step))
 
     def complete(self) -> Request:

@@ -58,7 +58,6 @@ class QuestionForm:
 
     Attributes:
         max_answer_len: longest answer, in tokens.
-        handle_impossible_answer: whether "no answer" is an answer, which has no characters.
         align_to_words: whether answers begin and end with whole words.
         max_seq_len: longest window of a context with its question, in tokens; None is 384, or the longest sequence.
         doc_stride: tokens of the context that two windows share; None is 128, or half a window.

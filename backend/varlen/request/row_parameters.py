@@ -398,7 +398,6 @@ class RowParameters:
 
     @property
     def prefix(self) -> TextPrefix:
-        """What is put before texts."""
         return TextPrefix(self.prompt_name, self.input_type, self.instruction, self.prompt)
 
     @property

@@ -195,7 +195,6 @@ class SchemaForm:
     """What a request asks of its texts.
 
     Attributes:
-        texts: the text of each row.
         threshold: scores from it on count, unless a label has its own.
         flat_ner: whether no two spans of a label share a word; else one may contain the other.
     """
@@ -357,7 +356,6 @@ def _choice_of(text: str, score: float) -> dict[str, Any]:
 
 
 def _classes(task: SchemaTask, logits: Float32Array) -> Any:
-    """Return the class of a text, or several."""
     names = [label.name for label in task.labels]
     is_softmax = task.activation == "softmax" or (task.activation == "auto" and not task.is_multi)
     if is_softmax:

@@ -64,7 +64,6 @@ class SpanForm:
     """What a request asks of spans.
 
     Attributes:
-        texts: the text of each row.
         threshold: scores above it count.
         flat_ner: whether no two spans share a word; else one may contain the other.
         multi_label: whether a span may have several labels.
@@ -219,7 +218,6 @@ def candidates(scores: Float32Array, threshold: np.float32 | Float32Array, row: 
     Args:
         scores: `[words, labels, width]`, probabilities.
         threshold: one for all labels, or `[labels]`.
-        row: number of the row.
 
     Raises:
         RequestError: there are too many.

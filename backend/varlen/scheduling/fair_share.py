@@ -1,17 +1,14 @@
 """Fair order: equal shares of the server for tenants, and for the requests of each.
 
-Work is counted in sequences, or in tokens, which lets short requests pass long ones. A tenant that shares its part
-equally among its requests would finish one of size `own`, which finds `waiting` requests of it, after about
-`waiting * own` of its work; first come, first served would take all the work of it that waits. The lower of the two
-runs before the request. The server shares itself between tenants in the same way:
+A request of size `own` finds `waiting` requests of its tenant, and work of others:
 
     before  = min(waiting * own / weight, patience * waiting work of the tenant)
     between = min(other tenants * (before + own) / weight, patience * waiting work of the others)
     rank    = served work + before + between + own
 
-Requests of one size, one weight and one tenant are therefore served first come, first served. A larger request lets
-smaller ones pass, but once all that it found and as much of others as its own size has been served, nothing passes it.
-With a patience above 1, it lets them pass for that many times as long.
+Work is counted in sequences, or in tokens. Requests of one size, one weight and one tenant are served first come, first
+served. A larger request lets smaller ones pass, until all that it found and as much of others as its own size has been
+served; with a patience above 1, that many times as long. docs/decisions/0044-fair-generation.md has the reasons.
 
 Source: the order in which processor sharing would finish (Friedman and Henderson 2003, "Fairness and efficiency in
 web server protocols"), with the number of competitors taken at arrival. Served tokens of a tenant as its use of the

@@ -58,7 +58,6 @@ def read_model(
     """Return what a config.pbtxt and its checkpoint say about a model.
 
     Args:
-        open_checkpoint: opens the checkpoint, given settings.
         is_complete: whether absent inputs, outputs and `max_batch_size` stay absent.
         server_caches: whether the server has a response cache.
 

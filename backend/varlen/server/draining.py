@@ -1,12 +1,9 @@
 """Draining: a server that is about to stop first takes no new work.
 
-On SIGTERM the server closes HTTP at once, and answers gRPC requests that still come with an error that no proxy sends
-to another replica. So the command `varlen drain` marks the server in a file in shared memory, in three steps: probes
-are refused, so that proxies look elsewhere; then all new requests are; and the server is ended once none is open.
-
-The name of a file holds the process id of the server and its start time, so that it never marks a later process, the
-state, and a random end: any user may write to the folder, and none can take the name of a file before it is made. Files
-of other users count as none.
+The command `varlen drain` marks the server in a file in shared memory, in three steps: probes are refused, so that
+proxies look elsewhere; then all new requests are; and the server is ended once none is open. The name of a file has the
+process id of the server and its start time, the state, and a random end. Files of other users count as none.
+docs/decisions/0067-draining.md has the reasons.
 """
 
 from __future__ import annotations

@@ -144,11 +144,7 @@ def start_exporter(
     snapshot: Callable[[], MetricsSnapshot],
     adapters: Sequence[str],
 ) -> Exporter | None:
-    """Return the metrics' exporter, or None when the server runs without metrics.
-
-    Args:
-        stats, snapshot, adapters: see `Exporter`.
-    """
+    """Return the metrics' exporter, or None when the server runs without metrics."""
     families: dict[Metric, pb_utils.MetricFamily] = {}
 
     def make_series(metric: Metric, labels: dict[str, str]) -> Series:
@@ -179,9 +175,6 @@ def start_watchdog(name: str) -> subprocess.Popen[bytes]:
 
     A process, not a thread: when the server is killed under load, this process's main thread waits
     for it forever and holds the GIL, so no Python thread runs again.
-
-    Args:
-        name: the name of this process in messages.
     """
     arguments = (
         os.getppid(),

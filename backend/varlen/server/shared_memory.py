@@ -1,12 +1,10 @@
 """Shared memory of large answers: checked before they are computed, and before they are sent.
 
-The server's python backend copies a response into its pool, a file in shared memory that grows and never shrinks. It
-grows by the whole response, in steps, unless one free part of the pool holds it. A send that finds no memory leaves its
-client without an answer, so it must not happen. The server makes the pool readable to every user; `hide_pool` ends that
+The server's python backend copies a response into its pool, a file in shared memory that grows and never shrinks. A
+send that finds no memory leaves its client without an answer, so it must not happen: a response of at most a third of
+what is free and of the pool, less the steps in which it grows, always finds a part of its size
+(docs/decisions/0036-memory-of-answers.md). The server makes the pool readable to every user; `hide_pool` ends that
 before a request comes.
-
-A model can have what is free, and its pool. A response of at most a third of that, less the steps, always finds a part
-of its size: either as much is free, or the pool is at least twice as large.
 """
 
 import fcntl

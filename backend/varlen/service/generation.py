@@ -56,8 +56,6 @@ def submit_with_grammar(
 
     Args:
         hold: grammar of the request; it is released when the request is answered.
-        queue: requests that wait for their grammar.
-        submit: `Engine.submit`.
 
     Raises:
         VarlenError: the request is not admitted; the caller answers it.

@@ -10,8 +10,7 @@ import numpy as np
 
 from varlen.cache.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.decoding.text.chat import ChatTemplate
-from varlen.decoding.text.pair_template import ChatPairTemplate, FormPairTemplate
+from varlen.decoding.text.chat import ChatPairTemplate, ChatTemplate, FormPairTemplate
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
@@ -29,7 +28,7 @@ from varlen.models.checkpoint.vector_layers import DenseConfig, pools_spans
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, Reply, Request, Terms
-from varlen.request.sparse_vectors import terms_in_order
+from varlen.request.terms import terms_in_order
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
@@ -223,7 +222,6 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
 
 
 def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
-    """Return the token that the task replaces, if it replaces one."""
     if task != "fill_mask":
         return None
     return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")

@@ -162,7 +162,6 @@ def log_notes(checkpoint: Checkpoint, task: Task, longest: int, limits: Sequence
 
     Args:
         longest: its longest sequence, in tokens.
-        limits: a sentence for each limit.
     """
     for note in (*checkpoint_notes(checkpoint, task, longest), *limits):
         _log.warning("%s", note)

@@ -228,7 +228,6 @@ class Stats:
             self._adapters[name] += 1
 
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
-        """Count one batch and its tokens."""
         with self._lock:
             self._observed[CountedMetric.BATCH_SEQUENCES].append(sequences)
             self._observed[CountedMetric.BATCH_TOKENS].append(tokens)

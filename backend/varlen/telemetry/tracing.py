@@ -80,7 +80,6 @@ class RequestTracer:
     """Makes the spans of the requests of one model. Thread-safe."""
 
     def __init__(self, processor: SpanProcessor, model: str, version: str) -> None:
-        """Make a tracer that gives its spans to a processor."""
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 

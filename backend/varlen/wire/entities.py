@@ -113,7 +113,6 @@ def _entities(
 
 
 def _words(tokens: Sequence[_Token]) -> Iterator[list[_Token]]:
-    """Yield the tokens of each word."""
     word: list[_Token] = []
     for token in tokens:
         if word and not token.is_subword:

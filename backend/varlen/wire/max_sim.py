@@ -29,7 +29,6 @@ class ScoredPairs:
     """Pairs of a request, as the texts that pass the model.
 
     Attributes:
-        queries, documents: the texts, each once.
         rows: numbers of query and document of each row.
     """
 
@@ -84,11 +83,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True, slots=True)
 class ScoreAnswer:
-    """Makes the response to a request for scores of pairs.
-
-    Attributes:
-        num_tokens: tokens of each prompt.
-    """
+    """Makes the response to a request for scores of pairs."""
 
     pairs: ScoredPairs
     num_tokens: Sequence[int]

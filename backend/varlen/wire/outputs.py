@@ -16,11 +16,16 @@ from varlen.intake.found import Found
 from varlen.intake.long_texts import LongTexts
 from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request, split_outputs
 from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
-from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
+from varlen.request.terms import (
+    DEFAULT_TOP_K,
+    largest_top_k,
+    mask_tensors,
+    sparse_tensors,
+    sparse_vector,
+)
 from varlen.request.vectors import VectorForm
 from varlen.tasks import TASKS, Task, TaskFacts, Width, further_names
 from varlen.wire.entities import EntityReader
@@ -44,7 +49,6 @@ class ModelOutputs:
         term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
         first_vector: tokens at the beginning of a text that have no vector.
-        further: outputs of further tasks.
     """
 
     task: Task
@@ -60,7 +64,6 @@ class ModelOutputs:
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint, further: Sequence[Task] = ()) -> "ModelOutputs":
-        """Return the outputs of a checkpoint that serves a task and further ones."""
         widths: Mapping[Width, int] = {
             "embedding": checkpoint.vector_size(task),
             "hidden": checkpoint.hidden_size,

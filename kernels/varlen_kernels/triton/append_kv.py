@@ -269,7 +269,6 @@ def _copy_blocks_kernel(
     PART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Copy a part of one block in one layer."""
     wait_for_kernels(DEPENDENT)
     copies_ptr += 2 * tl.program_id(0)
     source, copy = tl.load(copies_ptr), tl.load(copies_ptr + 1)

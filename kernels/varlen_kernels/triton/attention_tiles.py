@@ -220,7 +220,6 @@ def _attention_tiles_kernel(
     BLOCK_TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Write BLOCK_TILES rows of the table."""
     wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     started = count_started(cu_seqlens_ptr, batch, tile, BLOCK_M, True, BLOCK_BATCH, BLOCK_TILES)

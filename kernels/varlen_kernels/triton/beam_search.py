@@ -216,7 +216,6 @@ def _is_among(
     token,
     BLOCK_ENDS: tl.constexpr,
 ):
-    """Return whether a token is one of some end tokens."""
     found = 0
     for block in range(first, end, BLOCK_ENDS):
         place = block + tl.arange(0, BLOCK_ENDS)

@@ -72,7 +72,6 @@ def _paged_tiles_kernel(
     BLOCK_TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Write BLOCK_TILES rows of the table."""
     wait_for_kernels(DEPENDENT)
     row = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     inside = row < rows

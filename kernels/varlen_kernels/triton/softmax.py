@@ -64,7 +64,6 @@ def _masked_softmax_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= keys
 ):
-    """Write the softmax of ROWS rows of one sequence."""
     keys = key_vectors * VECTOR
     row_tiles = tl.cdiv(rows, ROWS)
     sequence = tl.program_id(0) // row_tiles
@@ -111,7 +110,6 @@ def _wide_softmax_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the softmax of one row."""
     keys = key_vectors * VECTOR
     sequence = tl.program_id(0) // rows
     row = tl.program_id(0) % rows

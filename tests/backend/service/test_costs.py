@@ -22,8 +22,8 @@ from varlen.costs import store as cost_store
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
-from varlen.execution import fingerprint
-from varlen.execution.fingerprint import (
+from varlen.execution import device as fingerprint
+from varlen.execution.device import (
     checkpoint_hash,
     code_hash,
     cost_fields,

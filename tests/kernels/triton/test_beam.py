@@ -14,7 +14,7 @@ from tests.kernels.beam import move, random_edits
 from varlen_kernels import tuning
 from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
 from varlen_kernels.reference.beam import beam_step as reference
-from varlen_kernels.triton import beam_edits
+from varlen_kernels.triton import beam
 from varlen_kernels.triton.beam import beam_step, launch_key
 
 from .guards import Guarded
@@ -236,7 +236,7 @@ def test_any_width_matches_the_reference(sequences, beams, vocabulary, width, de
     ids=str,
 )
 def test_edits_match_the_reference(sequences, beams, vocabulary, per_row, device, monkeypatch):
-    monkeypatch.setattr(beam_edits, "_BLOCK", 16)
+    monkeypatch.setattr(beam, "_BLOCK", 16)
     dtype = DTYPES[beams % 3]
     logits, scores = random_step(sequences, beams, vocabulary, dtype, device, gap=8)
     logits[0, ::3] = torch.nan

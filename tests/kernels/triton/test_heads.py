@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from varlen_kernels import reference
-from varlen_kernels.triton import heads
-from varlen_kernels.triton.heads import norm_heads, rotary
+from varlen_kernels.triton import norms
+from varlen_kernels.triton.norms import norm_heads, rotary
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand
@@ -100,11 +100,11 @@ def test_every_candidate_launch_matches_the_reference(head_dim, device):
     normed = reference.norm_heads(qkv.float(), weight.float(), weight.float(), **counts, eps=EPS)
     rotated = reference.rotary(qkv.float(), positions, cos_sin, **counts)
 
-    for launch in heads.candidate_norm_launches(head_dim, dtype):
+    for launch in norms.candidate_norm_launches(head_dim, dtype):
         with forced_launch("norm_heads", (head_dim, dtype), launch):
             assert_close(norm_heads(qkv, weight, weight, **counts, eps=EPS), normed, dtype)
     key = (head_dim // 2, head_dim, dtype)
-    for launch in heads.candidate_rotary_launches(*key):
+    for launch in norms.candidate_rotary_launches(*key):
         with forced_launch("rotary", key, launch):
             assert_close(rotary(qkv, positions, cos_sin, **counts), rotated, dtype)
 

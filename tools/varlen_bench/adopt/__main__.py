@@ -18,7 +18,7 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.peers.exports import exported
 from varlen_tools.adopt.adoption import Adoption, adopt_model
 from varlen_tools.adopt.command import print_adoption
-from varlen_tools.adopt.load import Measured
+from varlen_tools.adopt.session import Measured
 from varlen_tools.adopt.wish import Wish
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.serve.server import server_command

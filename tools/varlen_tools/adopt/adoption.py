@@ -20,10 +20,8 @@ from varlen.models.checkpoint.files import TOKENIZER, read_bytes
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
-from varlen_tools.adopt import existing as existing_model
-from varlen_tools.adopt.existing import Existing, Request
-from varlen_tools.adopt.load import Measured
-from varlen_tools.adopt.session import Session, open_session
+from varlen_tools.adopt import session as existing_model
+from varlen_tools.adopt.session import Existing, Measured, Request, Session, open_session
 from varlen_tools.adopt.view import (
     ModelSide,
     existing_side,

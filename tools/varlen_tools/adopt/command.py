@@ -14,7 +14,7 @@ from varlen_tools.options import with_options
 
 if TYPE_CHECKING:
     from varlen_tools.adopt.adoption import Adoption, Candidate
-    from varlen_tools.adopt.load import Measured
+    from varlen_tools.adopt.session import Measured
     from varlen_tools.adopt.view import ModelSide
 
 

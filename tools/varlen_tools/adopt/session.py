@@ -1,24 +1,241 @@
-"""A server that runs the existing model, alone or with the new one beside it."""
+"""A server with the existing model, alone or beside the new one, and its requests.
+
+Load on two models by turns is a closed loop of single texts, in short rounds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import InferenceServerClient
+import numpy.typing as npt
+from tokenizers import Tokenizer
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput, aio
 from tritonclient.utils import InferenceServerException
 
 from varlen.request.request import Float32Array
-from varlen_tools.adopt.existing import Existing, Request, read_existing, read_tokenizer
-from varlen_tools.adopt.load import Measured, compare_loads
 from varlen_tools.adopt.view import with_parts
 from varlen_tools.adopt.wish import AdoptError
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
+
+# Names of outputs that are answers, the first one there counts; else there has to be only one.
+_ANSWERS = ("sentence_embedding", "embedding", "pooler", "logits", "scores", "last_hidden_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One text as a request to a model."""
+
+    model: str
+    inputs: Sequence[InferInput]
+    output: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def outputs(self) -> list[InferRequestedOutput]:
+        """The outputs, as tritonclient takes them."""
+        return [InferRequestedOutput(self.output)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input of the model."""
+
+    name: str
+    datatype: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """A model of the repository, as a client sees it.
+
+    Attributes:
+        text: the input of texts; None if it takes token ids.
+        token_tensors: inputs of token ids, by what they are: `ids`, `attention_mask`, `type_ids`.
+    """
+
+    name: str
+    text: Tensor | None
+    token_tensors: Mapping[str, Tensor]
+    output: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def request(self, text: str, tokenizer: Tokenizer, longest: int) -> Request:
+        """Return the request for one text.
+
+        Args:
+            tokenizer: tokenizer of the checkpoint, for a model that takes token ids.
+            longest: number of tokens after which ids are cut.
+        """
+        if self.text is not None:
+            words = np.array([text.encode()], dtype=np.object_)
+            return Request(self.name, [_filled(self.text, words)], self.output, self.parameters)
+        tokenizer.enable_truncation(longest)
+        encoding = tokenizer.encode(text)
+        inputs = [
+            _filled(tensor, np.array(getattr(encoding, role)))
+            for role, tensor in self.token_tensors.items()
+        ]
+        return Request(self.name, inputs, self.output, self.parameters)
+
+
+def _filled(tensor: Tensor, row: npt.NDArray[Any]) -> InferInput:
+    values = row if tensor.rank < 2 else row[None]
+    if tensor.datatype in {"INT32", "INT64"}:
+        values = values.astype(np.int32 if tensor.datatype == "INT32" else np.int64)
+    made = InferInput(tensor.name, list(values.shape), tensor.datatype)
+    made.set_data_from_numpy(values)
+    return made
+
+
+def read_existing(
+    name: str, metadata: Mapping[str, Any], optional: Sequence[str], output: str | None
+) -> Existing:
+    """Return how a model is asked, from the metadata that the server gives.
+
+    Args:
+        metadata: its metadata as JSON: `inputs` and `outputs` with `name`, `datatype` and `shape`.
+        optional: names of inputs that a request may leave out.
+
+    Raises:
+        AdoptError: an input is neither a text nor token ids, or no output is an answer.
+    """
+    tensors = _tensors(metadata["inputs"])
+    texts = [tensor for tensor in tensors if tensor.datatype == "BYTES"]
+    ids = {role: tensor for tensor in tensors if (role := _role(tensor)) is not None}
+    chosen = texts[:1] or list(ids.values())
+    if len(texts) > 1:
+        chosen = [tensor for tensor in texts if tensor.name not in optional][:1] or texts[:1]
+    others = [each.name for each in tensors if each not in chosen and each.name not in optional]
+    if others or not chosen or not (texts or "ids" in ids):
+        shown = ", ".join(f"{each.name} {each.datatype}" for each in tensors)
+        raise AdoptError(
+            f"{name} takes {shown}; adopt knows models of one text, or of input_ids with attention_mask and"
+            " token_type_ids"
+        )
+    return Existing(
+        name, chosen[0] if texts else None, {} if texts else ids, _answer(name, metadata, output)
+    )
+
+
+def read_tokenizer(name: str, metadata: Mapping[str, Any]) -> Existing | None:
+    """Return how a tokenizer is asked for ids; None for other models."""
+    inputs = _tensors(metadata["inputs"])
+    ids = [each.name for each in _tensors(metadata["outputs"]) if _role(each) == "ids"]
+    if [each.datatype for each in inputs] != ["BYTES"] or not ids:
+        return None
+    return Existing(name, inputs[0], {}, ids[0])
+
+
+def _tensors(metadata: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return [Tensor(each["name"], each["datatype"], len(each["shape"])) for each in metadata]
+
+
+def _role(tensor: Tensor) -> str | None:
+    """Return the attribute of an encoding of `tokenizers` that an input takes."""
+    if tensor.datatype not in {"INT32", "INT64"}:
+        return None
+    name = tensor.name.lower()
+    if "type" in name or "segment" in name:
+        return "type_ids"
+    if "mask" in name:
+        return "attention_mask"
+    return "ids" if "id" in name or "token" in name else None
+
+
+def _answer(name: str, metadata: Mapping[str, Any], output: str | None) -> str:
+    names = [each["name"] for each in metadata["outputs"] if each["datatype"].startswith("FP")]
+    if output is not None:
+        found = [each for each in names if each == output]
+    else:
+        known = [each for part in _ANSWERS for each in names if part in each.lower()]
+        found = known[:1] or (names if len(names) == 1 else [])
+    if not found:
+        raise AdoptError(
+            f"{name} has the outputs {', '.join(names) or 'without numbers'}; name the answer with --output"
+        )
+    return str(found[0])
+
+
+# Rounds of each model; the first one of each warms up and is not counted.
+_ROUNDS = 4
+
+
+@dataclass(slots=True)
+class Measured:
+    """Rounds of one model.
+
+    Attributes:
+        rates: answers in a second, by round.
+        latencies: seconds from a request to its answer, of all rounds.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """The median of the rounds, in answers in a second."""
+        return median(self.rates)
+
+    def percentile(self, share: float) -> float:
+        """Return the latency that a share of requests does not exceed, in milliseconds."""
+        return 1000 * float(np.percentile(self.latencies, 100 * share))
+
+
+async def compare_loads(
+    url: str, models: Sequence[Sequence[Request]], *, concurrency: int, seconds: float
+) -> list[Measured]:
+    """Send requests to each model in turn, and return what was measured.
+
+    Args:
+        url: host and port of the server's gRPC endpoint.
+        models: the same requests in the form of each model.
+        seconds: time of all counted rounds of one model.
+    """
+    measured = [Measured() for _ in models]
+    async with aio.InferenceServerClient(url) as client:
+        for number in range(_ROUNDS):
+            for requests, into in zip(models, measured, strict=True):
+                part = Measured() if number == 0 else into
+                await _round(client, requests, part, concurrency, seconds / (_ROUNDS - 1))
+    return measured
+
+
+async def _round(
+    client: aio.InferenceServerClient,
+    requests: Sequence[Request],
+    into: Measured,
+    concurrency: int,
+    seconds: float,
+) -> None:
+    began, numbers, done = time.perf_counter(), count(), 0
+
+    async def caller() -> None:
+        nonlocal done
+        while time.perf_counter() - began < seconds:
+            request = requests[next(numbers) % len(requests)]
+            sent = time.perf_counter()
+            await client.infer(
+                request.model,
+                list(request.inputs),
+                outputs=request.outputs,
+                parameters=dict(request.parameters),
+            )
+            into.latencies.append(time.perf_counter() - sent)
+            done += 1
+
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    into.rates.append(done / (time.perf_counter() - began))
 
 
 @dataclass(frozen=True, slots=True)

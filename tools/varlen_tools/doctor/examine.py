@@ -21,7 +21,7 @@ from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.request.scores import scores_of
-from varlen.request.sparse_vectors import SparseVector
+from varlen.request.terms import SparseVector
 from varlen.service.generation import GeneratorParts
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
@@ -452,7 +452,6 @@ def _adapted_generation(
 
 
 def _without_ends(checkpoint: Checkpoint, rows: list[list[int]]) -> list[list[int]]:
-    """Return rows of tokens without the tokens that end them, and without padding."""
     ends = set(checkpoint.eos_token_ids)
     if checkpoint.translate is not None:
         tokens = checkpoint.translate.tokens

@@ -24,8 +24,7 @@ from varlen_tools.model_source import (
     find_source,
     parse_settings,
 )
-from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import tables
+from varlen_tools.profile_costs.profile import Profile, tables
 
 _DEFAULT_SECONDS = 20
 

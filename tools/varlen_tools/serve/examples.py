@@ -29,7 +29,6 @@ class Model:
     """What a request to a model needs.
 
     Attributes:
-        has_chat: whether it answers chats.
         ranks: whether it has one label, the score of a pair of texts.
         mask: the text that stands for a masked token.
         has_whole_config: whether its config.pbtxt loads without auto-completion.

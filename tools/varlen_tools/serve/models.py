@@ -50,7 +50,6 @@ class Fetching:
 
     Attributes:
         force: whether a model is fetched again even if it is up to date.
-        convert_pickles: whether pickled weights are converted.
     """
 
     name: str | None

@@ -18,12 +18,11 @@ from varlen_client.cli.progress import show_stage
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.http_server import GRACE_SECONDS, GatewayServer
-from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
+from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, loading_stage
 from varlen_tools.run_server import is_taken
 from varlen_tools.serve.examples import Addresses, Model, curl_line, read_model
 from varlen_tools.serve.models import ServeError
 from varlen_tools.serve.server import LOAD_SECONDS, ServerCommand, start_server
-from varlen_tools.server_log import loading_stage
 
 _POLL_SECONDS = 0.5
 # Time between two lines about a long load, where stderr is no terminal.

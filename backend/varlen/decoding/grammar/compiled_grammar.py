@@ -137,7 +137,6 @@ class CompiledGrammar:
             self._holders -= 1
 
     def new_sequence(self) -> int:
-        """Return the number of a new answer."""
         with self._lock:
             self._release_forgotten()
             self._number += 1
@@ -287,7 +286,6 @@ class Matcher:
         """Start to compute the mask after the tokens of the answer, unless that is done.
 
         Args:
-            token_ids: tokens of the prompt and of the answer.
             begin: place of the first token of the answer.
 
         Raises:

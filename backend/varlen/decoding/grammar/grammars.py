@@ -85,7 +85,6 @@ class GrammarUse(NamedTuple):
 
     Attributes:
         held_bytes: private memory of their processes.
-        grammars: number of processes.
         evictions: number of compiled grammars whose processes were ended to free memory.
     """
 

@@ -34,7 +34,6 @@ class ForbiddenTokens:
     """Tokens that an answer must not go on with.
 
     Attributes:
-        always: tokens of words with one token.
         after: last tokens of other words, by the tokens before.
     """
 

@@ -45,11 +45,7 @@ class _CannotBeginError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of one search in a step: its live beams, in order.
-
-    Attributes:
-        index: its index among the searches of the step.
-    """
+    """The rows of one search in a step: its live beams, in order."""
 
     search: BeamSearch
     index: int
@@ -263,7 +259,6 @@ def log_of_rest(
     anything, or every known token is edited, it is NaN.
 
     Args:
-        edits: edits of all rows.
         raw: `[edits]`, the logits of the edited tokens.
         tokens, logits, logprobs: `[rows, candidates]`, the best tokens, their logits, and log probabilities after the
             edits.

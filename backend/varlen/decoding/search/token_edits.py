@@ -29,7 +29,6 @@ class TokenRules:
     """Rules of a checkpoint for generated tokens, from its `generation_config.json`.
 
     Attributes:
-        end_ids: tokens that end an answer.
         forced_first_id: the first token after a prompt of one token; Hugging Face's `forced_bos_token_id`.
         forced_last_id: the token at `max_tokens`; Hugging Face's `forced_eos_token_id`.
         suppressed_ids: tokens that are not generated; `suppress_tokens`.

@@ -42,7 +42,6 @@ class Detokenizer:
         Args:
             tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
-            skip_special_tokens: whether the text leaves out special tokens.
             texts: `TokenBytes.texts`; added to.
         """
         self._tokenizer = tokenizer

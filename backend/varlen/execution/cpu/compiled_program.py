@@ -49,11 +49,7 @@ _MOST_WORK = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A function of an op, with everything that no batch changes.
-
-    Attributes:
-        bound: the function with what it gets.
-    """
+    """A function of an op, with everything that no batch changes."""
 
     op: int
     bound: Bound
@@ -71,7 +67,6 @@ class _Table:
     """The calls of a run, without what differs from batch to batch.
 
     Attributes:
-        rows: the table of `run_calls`.
         addresses: flat indices of addresses in it, and for each the number of its tensor.
         sizes: flat indices of numbers of rows in it, and for each the number of its size.
         kinds: calls whose work is the same in every batch, one of each.
@@ -136,7 +131,6 @@ class CompiledProgram:
         """Return the outputs for a batch; see `Program.run`.
 
         Args:
-            batch, kernels, region, out: see there.
             lone: the cores that a lone batch may use.
             cores: number of cores of any other batch; None for the cores of the thread.
         """
@@ -339,11 +333,7 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int64Array, Int64Array]:
 
 
 def _stretches(ops: int, calls: Sequence[int]) -> Iterator[tuple[int, int] | int]:
-    """Yield the stretches of calls and the other ops, in order.
-
-    Args:
-        calls: the op of each call.
-    """
+    """Yield the stretches of calls and the other ops, in order."""
     first = call = 0
     for op in range(ops):
         if call < len(calls) and calls[call] == op:

@@ -2,11 +2,15 @@
 
 A path is an op that multiplies, with the layout of its weights. Which one is fastest depends on the processor, the
 dtype and the layer's shape. docs/decisions/0022-linear-layers-by-measurement.md has measurements.
+Some ops also run the activation behind a layer. Packed weights are in large pages: a step of generation reads all of
+them once, and in pages of 4 KiB a core searches the page table all the time, and its prefetcher stops at the end of
+each page. docs/decisions/0054-compiled-steps.md has measurements.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import statistics
 import time
 from collections import defaultdict
@@ -21,11 +25,104 @@ from torch import Tensor
 
 from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, find_cache
-from varlen.execution.cpu.layer_fusion import fuse_layers
 from varlen.execution.rank_link import NO_OTHERS, RankLink
-from varlen.program.program import Op, Program, Weights
+from varlen.program.program import Op, Operand, Program, Value, Weights
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.products import can_pack, pack_weight
+
+# For each op of a layer: the op that runs it and an activation.
+_FUSED: Mapping[str, str] = {
+    "linear_panels": "linear_panels_activate",
+    "linear_int8_panels": "linear_int8_panels_activate",
+    "linear_int4_panels": "linear_int4_panels_activate",
+}
+
+
+def fuse_layers(program: Program) -> Program:
+    """Return the program with layers and their activations as one op, where possible."""
+    readers: defaultdict[Value, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for value in op.reads:
+            readers[value].append(op)
+    # by what they write
+    layers: dict[object, Op] = {}
+    ops: list[Op] = []
+    for op in program.ops:
+        layer = layers.get(op.operands[0])
+        if layer is not None:
+            # the activation adds no bias: the layer has
+            fused = replace(op, kernel=_FUSED[layer.kernel], operands=layer.operands, in_place=())
+            ops.append(fused)
+        elif _is_fused(op, readers, program.outputs):
+            layers[op.results[0]] = op
+        else:
+            ops.append(op)
+    return Program(ops, program.outputs)
+
+
+def _is_fused(op: Op, readers: Mapping[Value, Sequence[Op]], outputs: Sequence[Value]) -> bool:
+    """Return whether one op runs this op and the activation behind it."""
+    if op.kernel not in _FUSED or op.results[0] in outputs or len(readers[op.results[0]]) != 1:
+        return False
+    (reader,) = readers[op.results[0]]
+    # an activation of 16-bit rows would read numbers that were not rounded
+    return reader.kernel == "activate" and op.results[0].dtype == torch.float32
+
+
+_ALIGNMENT = 64
+
+
+def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Return programs whose packed weights lie in one piece of memory.
+
+    Its pages are large where the system has such pages.
+
+    A packed weight is a tensor in a named tuple.
+    """
+    found = {
+        id(part): part
+        for program in programs
+        for op in program.ops
+        for operand in op.operands
+        if isinstance(operand, tuple)
+        for part in operand
+        # a layout of oneDNN cannot be copied
+        if isinstance(part, Tensor) and not part.is_mkldnn
+    }
+    if not found:
+        return tuple(programs)
+    memory = _large_pages(sum(_aligned(part.nbytes) for part in found.values()))
+    moved, begin = dict[int, Tensor](), 0
+    for key, part in found.items():
+        place = memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+        moved[key] = place.copy_(part)
+        begin += _aligned(part.nbytes)
+
+    def changed(operand: Operand) -> Operand:
+        if not isinstance(operand, tuple):
+            return operand
+        # a named tuple
+        make: Callable[..., Operand] = type(operand)
+        return make(*[moved.get(id(part), part) for part in operand])
+
+    return tuple(
+        Program(
+            [replace(op, operands=tuple(map(changed, op.operands))) for op in program.ops],
+            program.outputs,
+        )
+        for program in programs
+    )
+
+
+def _large_pages(count: int) -> Tensor:
+    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
 
 _log = logging.getLogger(__name__)
 

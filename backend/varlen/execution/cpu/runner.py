@@ -125,7 +125,6 @@ class CpuRunner:
         There are none if they go to the next stage.
 
         Args:
-            out: tensors of the outputs' shapes.
             cores: number of cores; None for the cores of the thread, or of the model while the batch runs alone.
             given: inputs that are results of another program, with a row for each token.
         """
@@ -216,7 +215,6 @@ class StepCores:
         self._times: dict[int, _Times] = {}
 
     def run(self, step: Callable[[int], object], tokens: int, cores: int) -> None:
-        """Run a step."""
         if cores == 1:
             step(1)
             return
@@ -258,8 +256,6 @@ class CpuSteps:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one in this slot.
 
         Args:
-            arrays: `step_arrays`.
-            dims: their dimensions, `step_dims`.
             slot: slot of the logits, where the logits of several steps are kept.
         """
         logits = self.last_logits(dims["logit_rows"], slot)

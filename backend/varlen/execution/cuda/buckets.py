@@ -1,10 +1,8 @@
 """Buckets: the batch sizes for which a CUDA graph is captured.
 
 A graph has fixed shapes, so a batch runs in the smallest captured size that holds it. The tokens that this adds belong
-to no sequence and cost only their share of the linear layers: at most an eighth from 512 on. Smaller batches take
-nearly the same time whatever their size, so their sizes are further apart. The capacity for sequences comes in few
-sizes. It decides the tiles of attention by the mean length, and spare programs of attention cost little.
-docs/decisions/0029-gpu-executor.md has the counts.
+to no sequence, at most an eighth from 512 on; smaller sizes are further apart. The capacity for sequences comes in few
+sizes, which decide the tiles of attention by the mean length. docs/decisions/0029-gpu-executor.md has the counts.
 """
 
 from bisect import bisect_left

@@ -35,7 +35,6 @@ class VectorQuality:
     """How close int8 vectors are to fp32 vectors of the same texts.
 
     Attributes:
-        cosine_mean, cosine_min: cosine of the two vectors of a text.
         spearman: rank correlation of the similarities of all pairs of texts.
     """
 
@@ -57,7 +56,6 @@ class VectorQuality:
 
     @property
     def rows(self) -> Mapping[str, str]:
-        """Its numbers, by what they are."""
         return {
             "cosine to fp32, mean": f"{self.cosine_mean:.4f}",
             "cosine to fp32, least": f"{self.cosine_min:.4f}",
@@ -71,10 +69,8 @@ class LogitQuality:
     """How close int8 logits are to fp32 logits of the same tokens.
 
     Attributes:
-        tokens: number of their tokens.
         kl_mean: Kullback-Leibler divergence of the int8 probabilities from fp32, in nats.
         same_best: part of the tokens with the same most probable next token.
-        perplexity, fp32_perplexity: perplexity of the texts.
     """
 
     texts: int
@@ -220,7 +216,6 @@ class Calibration:
 
     Attributes:
         checkpoint: hash of the checkpoint's architecture, see `fingerprint.checkpoint_hash`.
-        weights: hash of the weights, see `weights_hash`.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the model, in the order in which its programs have them.
         quality: quality of the whole model.

@@ -22,6 +22,8 @@ class CalibratedEncoder:
     """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
 
     name: str = "encoder"
+    most_texts = seen_tokens = 8192
+    measured_tokens = 2048
 
     def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
         """Record the encoder.
@@ -44,16 +46,15 @@ class CalibratedEncoder:
     ) -> Iterator[Float32Array]:
         """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
         (program,) = programs
-        longest = max(prompt.num_tokens for prompt in prompts)
+        lengths = [prompt.num_tokens for prompt in prompts]
+        dims = dims_of(lengths)
         layout = Layout(program.buffers, alignment_of(_CPU))
-        arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
+        arena = Arena(layout, largest_dims(dims["tokens"], len(prompts)), _CPU)
         names = [value.name for value in program.inputs]
-        for prompt in prompts:
-            dims = dims_of([prompt.num_tokens])
-            arrays = prompt_arrays(names, [prompt], [DEFAULT_OPTIONS])
-            batch = PackedBatch(tensors_of(arrays), dims)
-            (output,) = program.run(batch, kernels, arena.allocate(dims))
-            yield output[0].numpy()
+        arrays = prompt_arrays(names, prompts, [DEFAULT_OPTIONS] * len(prompts))
+        batch = PackedBatch(tensors_of(arrays), dims)
+        (output,) = program.run(batch, kernels, arena.allocate(dims))
+        yield from output.numpy()
 
     def compare(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from varlen.execution.cpu.layer_fusion import fuse_layers
+from varlen.execution.cpu.linear_paths import fuse_layers
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, Int8Weight, WeightCodes
@@ -48,7 +48,6 @@ class LayerCodes(NamedTuple):
 
     Attributes:
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-        chosen: codes of the others.
     """
 
     outliers: Tensor

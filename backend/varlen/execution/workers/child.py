@@ -1,17 +1,13 @@
 """A process of a model: `python -m varlen.execution.workers.child FD [member]`.
 
-It loads the model, then runs batches or steps.
+It loads the model, then runs batches or steps. FD is its control socket, of whole JSON messages. The engine sends the
+checkpoint and the settings, and gets log lines and then the model's description, or an error. Each later message of the
+engine brings the connection of a worker, and the memory that says whether its batch runs alone. When the engine closes
+its end, or dies, the process ends.
 
-FD is its control socket, of whole JSON messages. The engine sends the checkpoint and the settings, and gets log lines
-and then the model's description, or an error. Each later message of the engine brings the connection of a worker, and
-the memory that says whether its batch runs alone. When the engine closes its end, or dies, the process ends.
-
-Workers of a model of one step are forked. They share the weights, page by page, until one of them writes, which none
-does. A worker that was killed is forked again within milliseconds. No thread works at that time, so a fork leaves no
-lock behind. A process that has keys and values, or that leads others, is its own only worker.
-
-The other ranks or stages of a model get their control socket from the leader, and run the work that it sends. They have
-no scheduler, tokenizer or sampler, and end with the leader.
+Workers of a model of one step are forked, and share the weights. No thread works at that time, so a fork leaves no lock
+behind. A process that has keys and values, or that leads others, is its own only worker. The other ranks or stages get
+their control socket from the leader, run the work that it sends, and end with it.
 """
 
 from __future__ import annotations

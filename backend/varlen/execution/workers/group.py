@@ -1,12 +1,11 @@
 """The processes that hold one model.
 
-The leader starts the others, decides for all, and sends them their work. None can go on without the others: each of
-them has keys and values that no other one has. So if one is lost, the leader ends, the others with it, and the engine
-starts all of them again.
+The leader starts the others, decides for all, and sends them their work. If one is lost, the leader ends, the others
+with it, and the engine starts all of them again: each has keys and values that no other one has.
 
-Their links are of three kinds. Ranks run at the same time, and meet in memory of all, or on GPUs in a group of
-torch.distributed. A stage runs after the one before it: between two stages are memory for what one hands to the other,
-and a connection that says when it is there.
+Ranks run at the same time, and meet in memory of all, or on GPUs in a group of torch.distributed. A stage runs after
+the one before it: between two stages are memory for what one hands to the other, and a connection that says when it is
+there.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, distributed
 
 from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
-from varlen.execution.fingerprint import device_name
+from varlen.execution.device import device_name
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait

@@ -252,7 +252,6 @@ class ModelProcess:
 
         Args:
             config: the settings; the device is "cpu", or "cuda" of ranks.
-            generates: whether the model generates.
             gpu: number of the GPU of rank 0.
 
         Raises:

@@ -154,7 +154,6 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
     def run(
         self, step: PackedStep | None, part: Callable[[], PackedStep | None], /
     ) -> Sequence[Array]:
-        """Return what a step chooses."""
         if step is None:
             self.runner.check()
             return ()

@@ -186,7 +186,6 @@ class _Sent:
     """Work in flight.
 
     Attributes:
-        is_sent: whether the worker has it.
         attempts: workers that have ended while it was the first in flight.
         answer: returns its answers, or raises; None until they are known.
     """

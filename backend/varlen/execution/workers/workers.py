@@ -45,7 +45,6 @@ class Workers:
     """The workers of one model.
 
     Attributes:
-        runners: one per worker.
         prepare: function to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
         launcher: the only worker, if it starts a batch while another one runs: a GPU, or the stages of a pipeline.

@@ -90,7 +90,6 @@ class LabelMixer:
         into: projection of their features.
         layers: layers with attention over these labels.
         joined: projection of both kinds of features.
-        last: the layers behind it.
     """
 
     into: Linear
@@ -156,7 +155,6 @@ class SpanScorer:
         label: projection of labels, or what they become in GLiNER2.
         label_inner: the layer behind, `[hidden, inner]`, as labels read it.
         label_offset: its bias likewise, `[hidden, 1]`.
-        width: words of the longest span.
     """
 
     start: Projection
@@ -260,7 +258,6 @@ class LabelEncoder:
     """Reads each label apart: the mean of its tokens is its vector.
 
     Attributes:
-        model: an encoder.
         projection: projection of its features, if there is one.
     """
 
@@ -280,7 +277,6 @@ class Extraction:
 
     Attributes:
         lstm: layers of the LSTM over words.
-        scorer: scores words with labels.
         labels: reads labels, if they are no tokens of the text.
     """
 
@@ -330,7 +326,6 @@ def load_extraction(read: LayerReader, config: ExtractionConfig, labels: Any = N
     """Return the head of a checkpoint.
 
     Args:
-        read: reads in fp32.
         labels: the `EncoderModel` of labels, if it has one; a check of headers has none.
 
     Raises:

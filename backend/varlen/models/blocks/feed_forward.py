@@ -23,7 +23,6 @@ class FeedForward:
 
     Attributes:
         up: the layer in front of the activation; gate and up side by side, if `is_gated`.
-        down: the layer behind it.
     """
 
     up: Linear
@@ -46,7 +45,6 @@ class Experts:
     Attributes:
         router: a logit of each expert, in fp32: a rounded one may choose another expert.
         up: the layer in front of the activation; gate and up side by side, if `is_gated`.
-        down: the layer behind it.
         count: experts of a token.
         normalizes: whether the weights of a token's experts add up to 1; else each is its part of the softmax over all.
         bias: `[hidden]`, added to the sum, if there is one.

@@ -44,7 +44,6 @@ class TableNames:
 
         Args:
             tied: names that config.json ties to each other.
-            present: names of all tensors of the checkpoint.
         """
 
         def find(name: str) -> str:
@@ -119,7 +118,6 @@ def read_output(
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:
-        shape: vocabulary and hidden features.
         is_tied: whether config.json ties the two.
 
     Raises:
@@ -173,7 +171,6 @@ def read_top(
 
     Args:
         is_tied: whether config.json ties the output layer and the embedding table.
-        pooling, temperature: see `_read_score`.
     """
     shape, output = (table.vocab_size, hidden), None
     if head.architecture.endswith("ForCausalLM"):
@@ -210,7 +207,6 @@ def _read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: i
     """Return the layer whose output is the difference of two logits of the last token.
 
     Args:
-        score: has the two tokens.
         shape: vocabulary and hidden features.
     """
     tokens = [each for each in (score.true_token, score.false_token) if each is not None]

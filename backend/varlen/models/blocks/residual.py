@@ -31,7 +31,6 @@ class ResidualStream:
         """Begin with embedded tokens.
 
         Args:
-            ops: has recorded `embedded`.
             embedded: `[tokens, hidden]`.
             norms: norms of each sublayer, in their order; with `is_pre_norm` also the one after the last sublayer.
             is_pre_norm: whether a sublayer reads the norm of the sum, and not the sum of norms.
@@ -70,7 +69,6 @@ class RmsResidualStream:
         """Begin with embedded tokens.
 
         Args:
-            ops: has recorded `embedded`.
             embedded: `[tokens, hidden]`.
             norms: norms before each sublayer, in their order, and after the last one.
             eps: added to mean squares.

@@ -44,7 +44,6 @@ class Adapter:
         """Return the shapes of the factors A and B of a weight.
 
         Args:
-            shape: shape of the weight.
             of_table: whether it is a table of embeddings, whose factors stand in the other order.
         """
         rows, columns = shape

@@ -82,11 +82,8 @@ class ExtractionConfig:
     """How texts and labels become tokens, and what the model scores.
 
     Attributes:
-        scored: things that it scores with each label.
         hidden: features of a word and of a label.
-        encoder_hidden: features of a token.
         max_width: words of the longest span, if it scores spans.
-        max_words: words of the longest text.
         lstm_layers: layers of the LSTM over words; 0 for none. A bi-encoder may have them, and does not run them.
         label_mark: text of the token before each label; empty for GLiNER2, where a schema says it.
         label_token: id of that token; None if no token is before labels.

@@ -43,7 +43,6 @@ class HeadConfig:
     Attributes:
         task: task of that class's head, `embed` without one.
         num_labels: outputs of a classifier, 0 without one.
-        logit_score: the difference of logits that is a score, if that is its head.
         masked_tokens: tokens whose logits are -inf.
     """
 

@@ -1,13 +1,11 @@
 """config.json of models with code of their own, in the fields of transformers 5.
 
-They are the first releases of NomicBERT, GTE and EuroBERT, encoders of Jina, and decoders whose tokens read later ones
-too: NVIDIA's Llama Bidirectional, gte-Qwen2, voyage-4-nano, pplx-embed; and Phi-3, whose files still name code that
-transformers has. The code is named by `auto_map`. No code of a
-checkpoint runs: the fields that it read are translated, and those that change its results in another way are refused.
+No code of a checkpoint runs, which `auto_map` names: the fields that it read are translated, and those that change its
+results in another way are refused.
 Source: nomic-ai/nomic-bert-2048, Alibaba-NLP/new-impl, jinaai/jina-bert-implementation and
 xlm-roberta-flash-implementation, nvidia/llama-nemotron-embed-1b-v2 and -rerank-1b-v2 (with the text of a pair from its
 model card), Alibaba-NLP/gte-Qwen2-1.5B-instruct, voyageai/voyage-4-nano and perplexity-ai/pplx-embed-v1-0.6b on the
-Hugging Face hub.
+Hugging Face hub; Phi-3, whose files still name code that transformers has.
 """
 
 import re

@@ -11,8 +11,8 @@ from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.incomplete_files import check_no_pointers
 from varlen.models.checkpoint.router import has_router
-from varlen.models.checkpoint.static_files import static_folder
 from varlen.models.checkpoint.weights import INDEX, SINGLE, is_pickle
+from varlen.models.static import static_folder
 
 _ORIGINAL = "take the checkpoint of transformers that it was made of, which its model card names"
 

@@ -64,7 +64,6 @@ class LateInteraction:
     Attributes:
         query_length, document_length: the longest, in tokens; None is the limit of the model.
         text_length: the longest text that is neither; likewise.
-        expansion: expansion of queries, if they are expanded.
         skipped_words: tokens without a vector, by their text.
         skipped_roles: the roles in which they have none; texts without a role are documents here.
         prefixes: texts in front of queries or documents that are one token, if the vocabulary has it.
@@ -85,7 +84,6 @@ class LateInteraction:
 
     @property
     def has_unattended_tokens(self) -> bool:
-        """Whether there are unattended tokens."""
         return self.expansion is not None and not self.expansion.is_attended
 
 

@@ -111,7 +111,6 @@ class LogitScore:
     """How scores are made, and how a pair becomes a prompt.
 
     Attributes:
-        true_token: the token whose logit is the score.
         false_token: the token whose logit is subtracted from it, if there is one.
         system: text of the first message; empty without one.
         has_parts: whether the content of a message is a list of parts, not a text.
@@ -179,7 +178,6 @@ def find_logit_score(
 
 
 def _answer_tokens(folder: Path, form: PairForm) -> tuple[int, int | None]:
-    """Return the tokens of the answers of a form."""
     model = read_object(folder, TOKENIZER).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     known = vocabulary if isinstance(vocabulary, dict) else {}

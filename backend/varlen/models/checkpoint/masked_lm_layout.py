@@ -2,7 +2,6 @@
 
 A dense layer, an activation and a norm make a row of each token; its product with a table gives a logit for each term
 of the vocabulary. Mostly that table is the one of the token embeddings.
-Source of the names: the models as Hugging Face transformers saves them.
 """
 
 from collections.abc import Container

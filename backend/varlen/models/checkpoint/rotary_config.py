@@ -71,7 +71,6 @@ class Llama3Scaling:
     """Low frequencies divided by `factor`, high ones unchanged, those between interpolated.
 
     Attributes:
-        factor: divides low frequencies.
         low, high: rotations over `positions` below and above which a frequency is low or high.
         positions: length of the sequences before the extension, in tokens.
     """
@@ -87,7 +86,6 @@ class YarnScaling:
     """Frequencies divided by `factor` along a ramp over the features, and larger scores.
 
     Attributes:
-        factor: divides low frequencies.
         beta_fast, beta_slow: rotations over `positions` at which the ramp begins and ends.
         positions: length of the sequences before the extension, in tokens.
         is_truncated: whether the ends of the ramp are rounded to whole features.
@@ -109,7 +107,6 @@ class LongRopeScaling:
     """Each frequency divided by a factor of its own.
 
     Attributes:
-        factors: one for each frequency.
         attention_factor: multiplies cosines and sines.
     """
 

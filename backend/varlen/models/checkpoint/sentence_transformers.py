@@ -117,14 +117,14 @@ class SentenceSettings:
     """Settings of the steps around a transformer.
 
     Attributes:
-        pooling: pooling of a sequence into one vector; the results of several are concatenated.
+        pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
         has_pooling: whether modules.json has the module Pooling.
         dense: layers between pooling and normalization; layers of each token with `late`.
         layer_mix: weights of the outputs of layers, whose mean is pooled; None pools the output of the last layer.
         rounds: whether vectors are rounded to whole numbers, as pplx-embed does.
         normalize: whether the vector is divided by its length; with `late`, the vectors of tokens.
         prompts: texts that it puts before texts, by name.
-        default_prompt: the one that it takes if it is told no name; empty without one.
+        default_prompt: the one that it takes if a request names none; empty without one.
         pools_prompt: whether tokens of prompts are pooled; True where no prompt says anything.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
@@ -164,7 +164,6 @@ def read_sentence_settings(
     Args:
         pooling: default pooling, if no file names one.
         transformer: a module of the checkpoint that stands for Transformer.
-        router: routes of the checkpoint; the settings are for documents.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.

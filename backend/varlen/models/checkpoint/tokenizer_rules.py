@@ -212,7 +212,6 @@ class _Parser:
         self._at = 0
 
     def parse(self) -> _Cost:
-        """Return the cost of the pattern."""
         cost = self._alternatives(0)
         if self._at < len(self._text):
             raise _UnknownError("has a parenthesis too many")

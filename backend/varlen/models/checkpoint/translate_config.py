@@ -60,7 +60,6 @@ class TargetTokens:
 
     Attributes:
         start: the first input of the decoder, which is not part of the result.
-        eos: the tokens that end a target.
         pad: the token that fills up targets, if there is one.
         forced_first: the first token of every target, if it is forced: the language, for instance.
         forced_last: tokens that end a target of the greatest length, any one of them; empty if none is forced.

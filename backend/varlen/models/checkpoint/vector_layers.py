@@ -397,7 +397,6 @@ def read_m3_heads(
     """Return the heads in a checkpoint folder, None without any.
 
     Args:
-        hidden_size: features that they read.
         special_tokens: texts of special tokens by name.
 
     Raises:

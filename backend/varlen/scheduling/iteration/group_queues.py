@@ -1,14 +1,11 @@
 """The waiting and the running groups, and the ones that the next step runs.
 
-Waiting groups start in this order; the first that does not fit holds back those behind it. It preempts
-running groups that are far behind it, which go on later, if that loses few tokens. If it lacks slots, short groups
-behind it start in slots of their own. When a running group needs a block and there is none, the last running groups
-give back theirs.
+Waiting groups start in this order; the first that does not fit holds back those behind it. It preempts running groups
+that are far behind it, if that loses few tokens. If it lacks slots, short groups behind it start in slots of their own.
+When a running group needs a block and there is none, the last running groups give back theirs. A group that a step in
+flight runs is not preempted: the next step has to wait for the end of that step.
 
-A group that a step in flight runs is not preempted: the next step has to wait for the end of that step.
-
-The steps of a pipeline divide the running groups. A group that was skipped in as many steps as there are stages goes
-first.
+The steps of a pipeline divide the running groups; one that was skipped in as many steps as there are stages goes first.
 """
 
 from __future__ import annotations

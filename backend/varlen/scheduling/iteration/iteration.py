@@ -1,30 +1,17 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
 Every running sequence runs in every step. One that generates runs its last token; prompts have the rest of the
-step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`): prompt
-and `max_tokens` are the size of a request, so a short one passes long ones, for a while. Waiting sequences start in
-this order, and may preempt running ones (`group_queues`).
+step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`). Waiting
+sequences start in this order, and may preempt running ones (`group_queues`).
 
-KV memory is reserved before a sequence starts. The policy `reserve` reserves what it may ever need, so that memory
-never interrupts it. `optimistic` reserves what its prompt needs; when a sequence needs a block and there is none, the
-last one gives back its own and is computed again later, its generated tokens included; a beam search starts again. So
+KV memory is reserved before a sequence starts: with the policy `reserve` all that it may ever need, with `optimistic`
+what its prompt needs. Then the last sequence gives back its blocks when there is none, and is computed again later; so
 are all sequences after the end of a worker process, whose KV memory is lost.
 
-A source text is encoded in one piece, in the step in which its sequence starts. Its tokens count like tokens of a
-prompt. The beams of a search run in the same steps, as many in each; where their tokens are chosen, it is known which
-beam each one continues.
-
-While a step runs, the next one can be scheduled and started, before its tokens are known: a sequence that generates
-goes on with the token that the step before it chooses. If that ends its answer, its token of the later step is ignored.
-The steps are the ones that would run without this, so where that is not certain, the next one waits: for the samples
-of a prompt, and before anything is preempted that runs. Steps run in their order, so what a sequence no longer needs is
-free at once.
-
-A model may be divided into stages, which run one after another. Then as many steps are in flight as there are stages,
-each with its share of the running groups, so that no stage is idle. A group is in one step at a time,
-and its tokens are known when its next step is scheduled. All steps share blocks and slots. If a step fails, the other
-steps go on, unless KV memory is lost. The seconds of a step are the time between the ends of two steps. A sequence runs
-in one of `stages` steps, so `admit` expects too short a run time for a sequence that waits for other steps.
+While a step runs, the next one can be scheduled and started, before its tokens are known. The steps are the ones that
+would run without this: where that is not certain, the next one waits (docs/decisions/0059-steps-ahead.md). In a
+pipeline as many steps are in flight as there are stages, each with its share of the running groups
+(docs/decisions/0071-pipelines.md); `admit` then expects too short a run time.
 
 The engine's thread owns it, except for `admit` and `snapshot`, which any thread may call.
 

@@ -2,9 +2,7 @@
 
 Every step reads all weights, so prompts cost least in large steps. A stream gets its next token at the end of a step:
 while one generates, prompts get only as many tokens as are expected to run within the target of the inter-token
-latency. Answers that are sent as a whole have no such target.
-
-Prompts have a part of every step. If decoding needs all of the target, steps take longer than the target.
+latency, and a part of every step in any case.
 
 Source: chunks of prompts that keep the time between tokens within a target follow Sarathi-Serve (Agrawal et al. 2024,
 OSDI), which chooses a constant number of tokens in advance.

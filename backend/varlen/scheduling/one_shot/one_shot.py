@@ -23,8 +23,7 @@ from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
-from varlen.scheduling.one_shot.partition import DpPartition
-from varlen.scheduling.one_shot.policy import FullBatches, Policy
+from varlen.scheduling.one_shot.partition import DpPartition, FullBatches, Policy
 from varlen.scheduling.one_shot.queue import RequestQueue
 from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from varlen.execution.cpu.linear_paths import use_paths
-from varlen.execution.cpu.weight_pages import in_large_pages
+from varlen.execution.cpu.linear_paths import in_large_pages, use_paths
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu.bodies.panel_layout import PanelWeight
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
 from varlen.costs.batch_shape import BatchLimits
-from varlen.scheduling.one_shot.policy import FullBatches
+from varlen.scheduling.one_shot.partition import FullBatches
 from varlen.scheduling.one_shot.queue import RequestQueue
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
