@@ -303,7 +303,6 @@ _JINA_BERT: Family[PostNormEncoder] = replace(
     is_divisible=False,
 )
 
-# The relatives by `model_type`.
 RELATIVES: Mapping[str, PostNormFamily] = {
     "bert": _BERT,
     **_ROBERTA,

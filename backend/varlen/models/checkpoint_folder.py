@@ -72,7 +72,6 @@ from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task, further_problem
 from varlen_kernels import Pooling
 
-# Tasks of a model with a vector for each token.
 _LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
 
 _SEQUENCES = "ForSequenceClassification"

@@ -24,7 +24,6 @@ from varlen_kernels.reference.linear_int8 import OUTLIERS
 
 # Gets weight, input, bias and output of a layer.
 Observe = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-# Runs the model with these kernels.
 Run = Callable[[object], None]
 # Gets a stage of the work, and how much of it is done, of how much in all.
 OnProgress = Callable[[str, int, int], object]
