@@ -7,8 +7,7 @@ the code and files of their authors on the hub.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.family import Family, MaskedLMNames
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
     ExpertNames,

@@ -1,4 +1,7 @@
-"""A model in int8: calibrated at load, or earlier by `varlen quantize`."""
+"""A model in int8: calibrated at load, or earlier by `varlen quantize`.
+
+An encoder, as its calibration runs it, has a vector for each text; `int8_decoder` has models that generate.
+"""
 
 import logging
 import time
@@ -18,6 +21,8 @@ from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
     Quality,
+    VectorQuality,
+    compare_vectors,
     file_name,
     weights_hash,
 )
@@ -33,12 +38,17 @@ from varlen.execution.int8.quantization import (
     quantize_layers,
     use_int8,
 )
+from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
 from varlen.intake.tokenization import Tokenizer
+from varlen.memory.arena import Arena, Layout, alignment_of
+from varlen.models.blocks.heads import record_head
+from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.weights import locate_weights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import Program
-from varlen.request.request import Int32Array, Prompt
+from varlen.program.program import PackedBatch, Program
+from varlen.program.recorder import Recorder
+from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Int32Array, Prompt
 from varlen_kernels import cpu
 from varlen_kernels.cache_files import CacheFolder
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
@@ -320,3 +330,52 @@ def _codes(model: CalibratedModel[_Answer], calibration: Calibration) -> dict[La
         for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)
         if layer.error <= MAX_LAYER_ERROR[calibration.bits]
     }
+
+
+_CPU = torch.device("cpu")
+
+
+class CalibratedEncoder:
+    """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
+
+    name: str = "encoder"
+
+    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
+        """Record the encoder.
+
+        Args:
+            encoder: encoder in fp32 on the CPU.
+        """
+        self.checkpoint = checkpoint
+        self.longest = checkpoint.max_sequence_tokens
+        ops = Recorder()
+        hidden = encoder.record(ops)
+        head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
+        self.programs: tuple[Program, ...] = (ops.finish(head),)
+
+    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
+        return [Prompt(text) for text in texts]
+
+    def run(
+        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+    ) -> Iterator[Float32Array]:
+        """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
+        (program,) = programs
+        longest = max(prompt.num_tokens for prompt in prompts)
+        layout = Layout(program.buffers, alignment_of(_CPU))
+        arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
+        names = [value.name for value in program.inputs]
+        for prompt in prompts:
+            dims = dims_of([prompt.num_tokens])
+            arrays = prompt_arrays(names, [prompt], [DEFAULT_OPTIONS])
+            batch = PackedBatch(tensors_of(arrays), dims)
+            (output,) = program.run(batch, kernels, arena.allocate(dims))
+            yield output[0].numpy()
+
+    def compare(
+        self,
+        answers: Iterator[Float32Array],
+        expected: Iterator[Float32Array],
+        prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
+    ) -> VectorQuality:
+        return compare_vectors(np.stack([*answers]), np.stack([*expected]))

@@ -28,7 +28,7 @@ from varlen.execution.int8.calibration import (
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.int8_model import CalibratedEncoder
 from varlen.execution.int8.layer_inputs import choose_codes
 from varlen.execution.int8.quantization import (
     LayerCodes,
