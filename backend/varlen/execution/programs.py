@@ -26,7 +26,8 @@ from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.int8.int8_model import CalibratedEncoder, to_int8
+from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.int8_model import to_int8
 from varlen.execution.int8.quantization import BITS, WeightBits, product_of
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
@@ -165,8 +166,9 @@ def _record(
         fields["gelu"] = "tanh"
     name = dtype.removeprefix("torch.")
     if bits := BITS.get(config.dtype):
-        cache = find_cache(config.cache_folder) if seconds else None
-        programs, name = model.to_int8(programs, cache, bits), config.dtype
+        cores = max(workers, torch.get_num_threads())
+        programs = model.to_int8(programs, find_cache(config.cache_folder), bits, cores)
+        name = config.dtype
         fields["int8"] = product_of(bits).kernel
     return LoadedPrograms(
         programs,
@@ -342,11 +344,11 @@ class WholeSequences:
         )
 
     def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
         calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
         body, *heads = programs
-        return (*to_int8(calibrated, [body], cache, bits), *heads)
+        return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
 
 
 class Steps:
@@ -393,11 +395,11 @@ class Steps:
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
     def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
         recorded = record_steps(self._model, CALIBRATION_KV)
         calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
-        return to_int8(calibrated, programs, cache, bits)
+        return to_int8(calibrated, programs, cache, bits, cores)
 
 
 def record_steps(

@@ -30,7 +30,9 @@ _CPU = torch.device("cpu")
 # Longest text and longest target, in tokens; texts that are translated together.
 _LONGEST = 64
 _LONGEST_TARGET = 32
-_TOGETHER = 16
+_TOGETHER = 48
+# Logits that are held at a time, of each of both models: 64 MiB.
+_MOST_LOGITS = 2**24
 # Tokens of a block; blocks of a text, and of its source.
 _BLOCK_TOKENS = 16
 _BLOCKS = _LONGEST // _BLOCK_TOKENS
@@ -55,11 +57,13 @@ class CalibratedDecoder:
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
+        self.most_texts, self.seen_tokens = _TOGETHER, _LONGEST * _TOGETHER
+        self.measured_tokens = _MOST_LOGITS // checkpoint.vocab_size
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         if self.checkpoint.translate is None:
             return [Prompt(text) for text in texts]
-        steps, tokens = _Steps(self.programs, cpu), self.checkpoint.translate.tokens
+        steps, tokens = _Steps(self.programs, cpu, _TOGETHER), self.checkpoint.translate.tokens
         length = min(self.longest, _LONGEST_TARGET)
         return [
             prompt
@@ -71,9 +75,13 @@ class CalibratedDecoder:
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[Tensor]:
         """Yield the logits of each prompt, `[tokens, vocabulary]`; see `CalibratedModel`."""
-        steps = _Steps(programs, kernels)
-        for prompt in prompts:
-            yield steps.logits([_chunk(prompt, 0, prompt.token_ids, 0, encodes=True)])
+        chunks = [
+            _chunk(prompt, 0, prompt.token_ids, place, encodes=True)
+            for place, prompt in enumerate(prompts)
+        ]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        logits = _Steps(programs, kernels, sum(lengths)).logits(chunks)
+        yield from torch.split(logits, lengths)
 
     def compare(
         self, answers: Iterator[Tensor], expected: Iterator[Tensor], prompts: Sequence[Prompt]
@@ -85,11 +93,11 @@ class CalibratedDecoder:
 class _Steps:
     """Runs steps of up to `_TOGETHER` texts."""
 
-    def __init__(self, programs: Sequence[Program], kernels: object) -> None:
+    def __init__(self, programs: Sequence[Program], kernels: object, logit_rows: int) -> None:
         caches = caches_of(programs[0].states, new_caches(programs[0].states, _CPU))
         # the sources of a step are encoded together
-        tokens = _LONGEST * (_TOGETHER if len(programs) > 1 else 1)
-        largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": _LONGEST}
+        tokens = _LONGEST * _TOGETHER if len(programs) > 1 else logit_rows
+        largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": logit_rows}
         arenas = [
             Arena(Layout(program.buffers, alignment_of(_CPU)), largest, _CPU)
             for program in programs

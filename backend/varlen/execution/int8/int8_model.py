@@ -1,12 +1,10 @@
-"""A model in int8: calibrated at load, or earlier by `varlen quantize`.
-
-An encoder, as its calibration runs it, has a vector for each text; `int8_decoder` has models that generate.
-"""
+"""A model in int8: calibrated at load, or earlier by `varlen quantize`."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,13 +19,11 @@ from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
     Quality,
-    VectorQuality,
-    compare_vectors,
     file_name,
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.layer_inputs import OnProgress, choose_codes, measure_errors
+from varlen.execution.int8.layer_inputs import OnProgress, calibrate_layers
 from varlen.execution.int8.quantization import (
     LayerCodes,
     LayerKey,
@@ -38,17 +34,12 @@ from varlen.execution.int8.quantization import (
     quantize_layers,
     use_int8,
 )
-from varlen.execution.packing import dims_of, largest_dims, prompt_arrays, tensors_of
 from varlen.intake.tokenization import Tokenizer
-from varlen.memory.arena import Arena, Layout, alignment_of
-from varlen.models.blocks.heads import record_head
-from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.weights import locate_weights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import PackedBatch, Program
-from varlen.program.recorder import Recorder
-from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Int32Array, Prompt
+from varlen.program.program import Program
+from varlen.request.request import Int32Array, Prompt
 from varlen_kernels import cpu
 from varlen_kernels.cache_files import CacheFolder
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
@@ -76,12 +67,18 @@ class CalibratedModel(Protocol[_Answer]):
     Attributes:
         programs: programs with the layers that may run in int8.
         longest: longest text, in tokens; longer ones are cut.
+        most_texts: largest batch, in texts.
+        seen_tokens, measured_tokens: largest batches that calibrate and that measure quality, in tokens; their
+            intermediates and answers take memory.
     """
 
     name: str
     checkpoint: Checkpoint
     programs: tuple[Program, ...]
     longest: int
+    most_texts: int
+    seen_tokens: int
+    measured_tokens: int
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         """Return what the model runs for texts of these token ids."""
@@ -89,7 +86,7 @@ class CalibratedModel(Protocol[_Answer]):
     def run(
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[_Answer]:
-        """Run prompts one by one and yield the answers.
+        """Run prompts in one batch and yield the answers.
 
         Args:
             programs: its programs, or their form in int8.
@@ -106,20 +103,23 @@ def to_int8(
     programs: Sequence[Program],
     cache: Path | None = None,
     bits: WeightBits = 8,
+    cores: int = 0,
 ) -> tuple[Program, ...]:
     """Return programs with the layers of a model in int8; others stay in fp32.
 
     Args:
         model: the model that they were recorded from, in fp32 on the CPU.
         cache: folder of measured calibrations; None measures at each load.
+        cores: see `calibrate`.
 
     Raises:
         CheckpointError: the stored calibration is damaged.
         ConfigError: see `check_int8`.
     """
     check_int8(bits)
-    calibration, source = _calibration(model, cache, bits)
-    layers = quantize_layers(programs, _codes(model, calibration), bits)
+    calibration, source = _calibration(model, cache, bits, cores)
+    found = dict(zip(linear_weights(model.programs), calibration.layers, strict=True))
+    layers = quantize_layers(programs, _codes(found, bits), bits)
     _log.info(
         "int%d: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
         bits,
@@ -141,50 +141,104 @@ def to_int8(
     return _use_int8(programs, layers)
 
 
-@torch.inference_mode()
 def calibrate(
     model: CalibratedModel[_Answer],
     texts: Sequence[str],
     bits: WeightBits = 8,
     on_progress: OnProgress = lambda *_: None,
+    cores: int = 0,
 ) -> Calibration:
     """Return the calibration of a model on this CPU.
 
     Args:
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
+        on_progress: function to call after each text and each layer.
+        cores: number of cores to use; 0 is torch's number of threads.
     """
+    threads = torch.get_num_threads()
+    # each core has work of its own: threads of one product would wait for each other
+    torch.set_num_threads(1)
+    try:
+        return _calibrate(model, texts, bits, on_progress, cores or threads)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def _calibrate(
+    model: CalibratedModel[_Answer],
+    texts: Sequence[str],
+    bits: WeightBits,
+    on_progress: OnProgress,
+    cores: int,
+) -> Calibration:
     known, random = _token_ids(model, texts), _random_ids(model)
     # a tokenizer that knows few tokens of the texts leaves random ones
     has_texts = len(known) >= LEAST_TEXTS
-    seen = model.prompts([*known[::2], *random])
+    seen = _batches(model.prompts([*known[::2], *random]), model.most_texts, model.seen_tokens)
     held_out = model.prompts(known[1::2] if has_texts else random)
+    measured = _batches(held_out, model.most_texts, model.measured_tokens)
 
     def run(
-        stage: str, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
+        stage: str,
+        programs: Sequence[Program],
+        kernels: object,
+        batches: Sequence[Sequence[Prompt]],
     ) -> Iterator[_Answer]:
-        for done, answer in enumerate(model.run(programs, kernels, prompts), 1):
-            on_progress(stage, done, len(prompts))
+        answers = (each for batch in batches for each in model.run(programs, kernels, batch))
+        for done, answer in enumerate(answers, 1):
+            on_progress(stage, done, sum(map(len, batches)))
             yield answer
 
-    def run_seen(stage: str, kernels: object) -> None:
-        deque(run(stage, model.programs, kernels, seen), 0)
+    def run_seen(kernels: object) -> None:
+        deque(run("running texts", model.programs, kernels, seen), 0)
 
-    codes = choose_codes(model.programs, partial(run_seen, "running texts"), bits, on_progress)
-    layers = quantize_layers(model.programs, codes, bits)
-    errors = measure_errors(layers, partial(run_seen, "measuring errors of layers"))
-    used = {key: layer for key, layer in layers.items() if errors[key] <= MAX_LAYER_ERROR[bits]}
-    answers = partial(run, "measuring the quality", kernels=cpu, prompts=held_out)
+    found = calibrate_layers(
+        model.programs, run_seen, bits, on_progress, batches=len(seen), cores=cores
+    )
+    layers = quantize_layers(model.programs, _codes(found, bits), bits)
+    answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
     return Calibration(
         checkpoint_hash(model.checkpoint.folder),
         weights_hash(model.programs),
         bits,
         product_of(bits).levels,
-        tuple(
-            LayerCalibration(errors[key], outliers, *chosen)
-            for key, (outliers, chosen) in codes.items()
+        tuple(found.values()),
+        model.compare(
+            answers(_use_int8(model.programs, layers)), _ahead(answers(model.programs)), held_out
         ),
-        model.compare(answers(_use_int8(model.programs, used)), answers(model.programs), held_out),
     )
+
+
+def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
+    """Divide prompts into batches; a prompt with more tokens has its own.
+
+    Args:
+        texts, tokens: largest batch.
+    """
+    batches: list[list[Prompt]] = []
+    room = 0
+    for prompt in prompts:
+        if not batches or prompt.num_tokens > room or len(batches[-1]) == texts:
+            batches.append([])
+            room = tokens
+        batches[-1].append(prompt)
+        room -= prompt.num_tokens
+    return batches
+
+
+def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
+    """Yield answers; another thread makes the next one meanwhile."""
+
+    @torch.inference_mode()
+    def following() -> _Answer | None:
+        return next(answers, None)
+
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        found = thread.submit(following)
+        while (answer := found.result()) is not None:
+            found = thread.submit(following)
+            yield answer
 
 
 def check_int8(bits: WeightBits = 8) -> None:
@@ -236,7 +290,7 @@ def _use_int8(
 
 
 def _calibration(
-    model: CalibratedModel[_Answer], cache: Path | None, bits: WeightBits
+    model: CalibratedModel[_Answer], cache: Path | None, bits: WeightBits, cores: int
 ) -> tuple[Calibration, str]:
     """Return the calibration of a model, and where it comes from.
 
@@ -253,7 +307,7 @@ def _calibration(
         if cached is not None and _fits(cached, model, bits):
             return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS, bits, _LoggedProgress())
+    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores)
     if cache is not None:
         try:
             with CacheFolder(cache).writing(name) as path:
@@ -324,58 +378,12 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: Weigh
     )
 
 
-def _codes(model: CalibratedModel[_Answer], calibration: Calibration) -> dict[LayerKey, LayerCodes]:
+def _codes(
+    layers: Mapping[LayerKey, LayerCalibration], bits: WeightBits
+) -> dict[LayerKey, LayerCodes]:
+    """Return the codes of the layers that run in int8."""
     return {
         key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))
-        for key, layer in zip(linear_weights(model.programs), calibration.layers, strict=True)
-        if layer.error <= MAX_LAYER_ERROR[calibration.bits]
+        for key, layer in layers.items()
+        if layer.error <= MAX_LAYER_ERROR[bits]
     }
-
-
-_CPU = torch.device("cpu")
-
-
-class CalibratedEncoder:
-    """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
-
-    name: str = "encoder"
-
-    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
-        """Record the encoder.
-
-        Args:
-            encoder: encoder in fp32 on the CPU.
-        """
-        self.checkpoint = checkpoint
-        self.longest = checkpoint.max_sequence_tokens
-        ops = Recorder()
-        hidden = encoder.record(ops)
-        head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
-        self.programs: tuple[Program, ...] = (ops.finish(head),)
-
-    def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
-        return [Prompt(text) for text in texts]
-
-    def run(
-        self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
-    ) -> Iterator[Float32Array]:
-        """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
-        (program,) = programs
-        longest = max(prompt.num_tokens for prompt in prompts)
-        layout = Layout(program.buffers, alignment_of(_CPU))
-        arena = Arena(layout, {**largest_dims(longest), "sequences": 1}, _CPU)
-        names = [value.name for value in program.inputs]
-        for prompt in prompts:
-            dims = dims_of([prompt.num_tokens])
-            arrays = prompt_arrays(names, [prompt], [DEFAULT_OPTIONS])
-            batch = PackedBatch(tensors_of(arrays), dims)
-            (output,) = program.run(batch, kernels, arena.allocate(dims))
-            yield output[0].numpy()
-
-    def compare(
-        self,
-        answers: Iterator[Float32Array],
-        expected: Iterator[Float32Array],
-        prompts: Sequence[Prompt],  # noqa: ARG002  # part of the protocol
-    ) -> VectorQuality:
-        return compare_vectors(np.stack([*answers]), np.stack([*expected]))

@@ -47,7 +47,7 @@ def rounded_codes(
     for number, gram in enumerate(grams):
         columns = is_kept[number * TOGETHER : (number + 1) * TOGETHER].nonzero()[:, 0]
         columns = columns[gram.diagonal()[columns].argsort(descending=True)]
-        feedback = _feedback(gram[columns][:, columns])
+        feedback = _feedback(gram, columns)
         if feedback is not None:
             columns += number * TOGETHER
             for part in _features(weight):
@@ -78,20 +78,24 @@ def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) 
     return torch.stack(candidates).gather(0, best)[0]
 
 
-def _feedback(gram: Tensor) -> Tensor | None:
+def _feedback(gram: Tensor, columns: Tensor) -> Tensor | None:
     """Return the share of a column's error that each later column corrects.
 
     The gram matrix is U D U' with a diagonal D and this upper triangle U, whose diagonal is 1.
 
+    Args:
+        columns: order of its columns.
+
     Returns:
-        `[hidden, hidden]` fp32; None if the gram matrix is not finite.
+        `[columns, columns]` fp32; None if the gram matrix is not finite.
     """
-    gram = gram.double()
-    gram.diagonal().add_(_DAMPING * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    mean = gram.diagonal()[columns].double().mean()
     # from the last column to the first, the lower triangle becomes the upper one
-    lower, failed = torch.linalg.cholesky_ex(gram.flip(0, 1))
-    upper = lower.flip(0, 1)
-    return None if failed else (upper / upper.diagonal()).float()
+    backwards = columns.flip(0)
+    gram = gram[backwards][:, backwards].double()
+    gram.diagonal().add_(_DAMPING * mean + torch.finfo(torch.float32).tiny)
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    return None if failed else lower.div_(lower.diagonal().clone()).float().flip(0, 1)
 
 
 def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) -> Tensor:
@@ -102,14 +106,17 @@ def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) ->
         scale: `[features]` fp32.
         feedback: `[hidden, hidden]` fp32.
     """
-    hidden, largest = len(weight), largest_code(bits)
+    largest = largest_code(bits)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    for first in range(0, hidden, _BLOCK):
-        last = min(first + _BLOCK, hidden)
-        goals = weight[first:last] + feedback[:first, first:last].t() @ errors[:first]
-        for column in range(first, last):
-            code = (goals[column - first] / scale).round_().clamp_(-largest, largest)
-            codes[column] = code
-            errors[column] = weight[column] - code * scale
-            goals[column - first + 1 :].addr_(feedback[column, column + 1 : last], errors[column])
+    for first in range(0, len(weight), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        goals = weight[block] + feedback[:first, block].t() @ errors[:first]
+        rows = zip(
+            goals, weight[block], codes[block], errors[block], feedback[block, block], strict=True
+        )
+        # results go where they stay: a call of torch takes as long as its work
+        for after, (goal, exact, code, error, shares) in enumerate(rows, 1):
+            torch.div(goal, scale, out=code).round_().clamp_(-largest, largest)
+            torch.sub(exact, torch.mul(code, scale, out=error), out=error)
+            goals[after:].addr_(shares[after:], error)
     return codes.to(torch.int8)

@@ -28,8 +28,8 @@ from varlen.execution.int8.calibration import (
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.int8_model import CalibratedEncoder
-from varlen.execution.int8.layer_inputs import choose_codes
+from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.layer_inputs import calibrate_layers
 from varlen.execution.int8.quantization import (
     LayerCodes,
     layer_key,
@@ -56,6 +56,11 @@ PRODUCTS = pytest.mark.parametrize(
     ],
     ids=lambda each: each.kernel,
 )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache_home"))
 
 
 @pytest.fixture(autouse=True)
@@ -186,11 +191,11 @@ def test_the_largest_columns_are_the_outliers(folder):
     model = CalibratedEncoder(encoder, checkpoint)
     prompts = model.prompts([np.arange(9, dtype=np.int32)])
 
-    codes = choose_codes(
+    layers = calibrate_layers(
         model.programs, lambda kernels: [*model.run(model.programs, kernels, prompts)]
     )
 
-    assert next(iter(codes.values())).outliers.tolist() == large
+    assert next(iter(layers.values())).outliers.tolist() == large
 
 
 def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoint):
@@ -320,14 +325,17 @@ def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, cali
     assert "(6 texts), stored with the checkpoint" in caplog.text
 
 
-def test_a_second_load_reads_the_calibration_from_the_cache(folder, tmp_path, caplog):
+@pytest.mark.parametrize("warmup_seconds", [0, 1])
+def test_a_second_load_reads_the_calibration_from_the_cache(
+    folder, tmp_path, caplog, warmup_seconds
+):
     caplog.set_level(logging.INFO)
     cache = tmp_path / "cache"
 
-    def load(**settings):
+    def load():
         caplog.clear()
         config = EngineConfig(
-            dtype="int8", device="cpu", warmup_seconds=1, cache_folder=str(cache), **settings
+            dtype="int8", device="cpu", warmup_seconds=warmup_seconds, cache_folder=str(cache)
         )
         Runner(Checkpoint.open(folder), config, measures=True).close()
         return caplog.text
@@ -345,16 +353,6 @@ def test_a_second_load_reads_the_calibration_from_the_cache(folder, tmp_path, ca
         damage()
         assert "(8 texts), measured in" in load()
         assert file.read_bytes() == written
-
-
-def test_without_measuring_no_calibration_is_cached(folder, tmp_path):
-    config = EngineConfig(
-        dtype="int8", device="cpu", warmup_seconds=0, cache_folder=str(tmp_path / "cache")
-    )
-
-    Runner(Checkpoint.open(folder), config, measures=True).close()
-
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
