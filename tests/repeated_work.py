@@ -17,9 +17,10 @@ class RepeatedWork:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+    def capture(self, work: Callable[[], object], *, has_run: bool = False) -> Callable[[], object]:
         """Run the work; return a function that runs it again."""
-        work()
+        if not has_run:
+            work()
         self.captured += 1
 
         def replay() -> None:

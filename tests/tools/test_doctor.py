@@ -1,6 +1,7 @@
 """`varlen doctor` says whether a model agrees with the original library."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from varlen_client.cli.main import app
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_scores, compare_values
+from varlen_tools.doctor.examine import agreement
 from varlen_tools.doctor.report import short_config
 from varlen_tools.fetch import fetch
 
@@ -533,6 +535,22 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     speeds = json.loads(result.stdout)["examination"]["speeds"]
     assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
     assert all(each["tokens_per_second"] > 0 for each in speeds)
+    price = json.loads(result.stdout)["examination"]["int8"]
+    assert re.fullmatch(
+        r"int8: \d+\.\d times as fast here, mean cosine [01]\.\d{4}(: set dtype: int8)?", price
+    )
+
+
+def test_agreement_of_int8_is_of_ranks_labels_or_vectors():
+    rows = [np.array([each], np.float32) for each in (0.1, 0.4, 0.2, 0.9)]
+    swapped = [rows[0], rows[2], rows[1], rows[3]]
+    assert agreement(rows, rows, has_labels=True) == "Kendall's tau 1.000"
+    assert agreement(rows, swapped, has_labels=True) == "Kendall's tau 0.667"
+
+    logits = [np.array(each, np.float32) for each in ([1, 2], [3, 1], [0, 1], [5, 2])]
+    other = [*logits[:3], np.array([1, 2], np.float32)]
+    assert agreement(logits, other, has_labels=True) == "the same label for 75.0%"
+    assert agreement(logits, other, has_labels=False) == "mean cosine 0.9369"
 
 
 @pytest.mark.parametrize("task, lengths", [("sparse_embed", 2), ("fill_mask", 0)])

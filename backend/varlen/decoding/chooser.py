@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.device_search import DeviceSearch
 from varlen.decoding.search.searcher import Searcher
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Float32Array, Int32Array
+from varlen.request.request import Float32Array, Int32Array, new_tuple
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -77,13 +77,13 @@ class TokenChooser:
 
         Tokens are drawn on the device if this is so of all samples of the step.
         """
-        rows = [chunk for chunk in step.chunks if chunk.samples]
-        searching = [chunk for chunk in rows if chunk.beam_slots]
+        searching = [chunk for chunk in step.chunks if chunk.beam_slots and chunk.samples]
         if not searching:
             draws = self._sampler.draws(*step.sampled)
             return DevicePlan(draws, is_whole=draws is not None)
         rules = [self._searcher.rules(each.sequence, each.num_generated) for each in searching]
         is_whole, draws = None not in rules, None
+        rows = [chunk for chunk in step.chunks if chunk.samples]
         if len(searching) < len(rows):
             draws = self._draws(rows)
             is_whole = is_whole and draws is not None
@@ -138,7 +138,8 @@ class TokenChooser:
         if plan.is_whole and not plan.searches:
             if has_edits:
                 self._sampler.note(*step.sampled, chosen.token_ids)
-            return [SampledToken(token_id) for token_id in chosen.token_ids]
+            fields = zip(chosen.token_ids, repeat(None), repeat(None), repeat(False))
+            return [new_tuple(SampledToken, each) for each in fields]
         outputs: list[SampledToken | BeamStep] = []
         of_host: list[_Row] = []
         of_searches = _results(plan, chosen)

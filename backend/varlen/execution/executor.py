@@ -358,7 +358,7 @@ class StepLauncher(Generic[_Packed]):
 
         Returns a function that waits for its outputs; `Runner.launch_batch` says what it raises.
         """
-        launched = _LaunchedStep[_Packed](step)
+        launched: _LaunchedStep[_Packed] = _LaunchedStep(step)
         try:
             launched.plan = self._chooser.plan(step)
             launched.packed = self._device.pack(step, launched.plan)

@@ -376,7 +376,7 @@ def _num_rows(prompt: Prompt, rows: str) -> int:
 def bounds_of(lengths: Sequence[int] | Int32Array) -> Int32Array:
     """Return cumulative starts, then the sum: `[lengths + 1]`."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
+    np.add.accumulate(lengths, out=bounds[1:])
     return bounds
 
 
@@ -385,7 +385,7 @@ def positions_of(
 ) -> Int32Array:
     """Return the position of each token, `[tokens]`; each row counts from its start."""
     positions = np.arange(bounds[-1], dtype=np.int32)
-    positions -= np.repeat(bounds[:-1] - starts, lengths)
+    positions -= (bounds[:-1] - starts).repeat(lengths)
     return positions
 
 
@@ -528,13 +528,11 @@ def followed(chunks: Sequence[Chunk]) -> Int32Array:
     The first row has their places in this step, the second one the rows of its logits.
     """
     # chunks of one token, or of beams, come first
-    places = accumulate([len(chunk.token_ids) for chunk in chunks], initial=0)
-    rows = {
-        place: chunk.follows
-        for place, chunk in zip(places, chunks, strict=False)
-        if chunk.follows is not None
-    }
-    return np.array([[*rows], [*rows.values()]], np.int32)
+    begins = accumulate([len(chunk.token_ids) for chunk in chunks], initial=0)
+    follows = [chunk.follows for chunk in chunks]
+    places = [begin for begin, row in zip(begins, follows, strict=False) if row is not None]
+    rows = [row for row in follows if row is not None]
+    return np.array([places, rows], np.int32)
 
 
 def edit_arrays(draws: Draws) -> Arrays:
@@ -595,8 +593,9 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
         np.fromiter(map(len, each), np.int32, len(chunks))
         for each in (tokens_of, blocks_of, samples_of)
     )
-    starts, beams = np.array(begins, np.int32), np.array(beams_of)
-    if beams.any():
+    starts = np.array(begins, np.int32)
+    if any(beams_of):
+        beams = np.array(beams_of)
         # each beam is a row with a token, a table and logits
         rows, is_search = np.maximum(beams, 1), beams > 0
         lengths = np.where(is_search, 1, lengths).astype(np.int32)
@@ -605,18 +604,22 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
             np.repeat(each, rows) for each in (lengths, starts, tables // rows, samples)
         )
     bounds = bounds_of(lengths)
-    position_ids = positions_of(bounds, lengths, starts)
     table_bounds = bounds_of(tables)
-    block_ids = flat(blocks_of, int(table_bounds[-1]))
+    position_ids, first_blocks = starts, table_bounds[:-1]
+    if bounds[-1] > len(lengths):
+        position_ids = positions_of(bounds, lengths, starts)
+        first_blocks = first_blocks.repeat(lengths)
+    # as bytes: 64 sequences may have thousands of blocks
+    block_ids = np.frombuffer(bytearray().join(blocks_of), np.int32)
     arrays: dict[str, Int32Array | Int64Array] = {
         "token_ids": flat(tokens_of, int(bounds[-1])),
         "position_ids": position_ids,
-        "slots": slots_of(block_ids, table_bounds, position_ids, lengths, block_size),
+        "slots": slots_of(block_ids, first_blocks, position_ids, block_size),
         "cu_seqlens": bounds,
         "context_lens": starts + lengths,
         "block_ids": block_ids,
         "cu_blocks": table_bounds,
-        "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
+        "logit_rows": (bounds[1:] - 1).repeat(samples),
     }
     if source_blocks[0]:
         arrays |= _source_tables(chunks)
@@ -639,7 +642,7 @@ def source_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
         "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
         "position_ids": position_ids,
         "cu_seqlens": bounds,
-        "slots": slots_of(block_ids, tables, position_ids, lengths, block_size),
+        "slots": slots_of(block_ids, tables[:-1].repeat(lengths), position_ids, block_size),
     }
 
 
@@ -654,22 +657,21 @@ def source_dims(arrays: Arrays) -> Dims:
 
 
 def slots_of(
-    block_ids: Int32Array,
-    bounds: Int32Array,
-    position_ids: Int32Array,
-    lengths: Int32Array,
-    block_size: int,
+    block_ids: Int32Array, first_blocks: Int32Array, position_ids: Int32Array, block_size: int
 ) -> Int64Array:
     """Return the slot of each token in the KV caches: block · block_size + place.
 
     Args:
-        block_ids, bounds: block ids and bounds of the block tables of all sequences, see `tables_of`.
-        position_ids: position ids of all tokens, sequence by sequence.
-        lengths: number of tokens of each sequence.
+        block_ids: block tables of all sequences, one after another.
+        first_blocks: first place of the table of each token's sequence in `block_ids`.
+        position_ids: position of each token in its sequence.
     """
-    first = np.repeat(bounds[:-1], lengths)
-    blocks: Int64Array = block_ids[first + position_ids // block_size].astype(np.int64)
-    return blocks * block_size + position_ids % block_size
+    columns, places = np.divmod(position_ids, block_size)
+    columns += first_blocks
+    blocks: Int64Array = block_ids[columns].astype(np.int64)
+    blocks *= block_size
+    blocks += places
+    return blocks
 
 
 def flat(rows: Sequence[Sequence[int]], count: int) -> Int32Array:
@@ -701,7 +703,7 @@ def _source_tables(chunks: Sequence[Chunk]) -> dict[str, Int32Array]:
 
 def beam_arrays(chunks: Sequence[Chunk]) -> Arrays:
     """Return the arguments of `follow_beams`; nothing is given by the host. Empty without beams."""
-    if not any(each.beams for each in chunks):
+    if not max([each.beams for each in chunks]):
         return {}
     rows: list[tuple[int, ...]] = []
     beam_slots: list[int] = []

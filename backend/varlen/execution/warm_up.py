@@ -9,6 +9,7 @@ in splits, whose number follows from the number of sequences.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 240.0
 
 _GREEDY = GenerationOptions(temperature=0.0)
+_BLOCK = array("i", [0])
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)
 _EDITED = replace(_DRAWN, repetition_penalty=2.0)
 # the host chooses these, also where a GPU draws others
@@ -173,7 +175,7 @@ def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
             # that process takes its steps
             continue
         sequence = _sequence(1, 1, options, has_sources=info.has_sources)
-        step = _step([_choosing(Chunk(sequence, 0, (0,), (0,), ()))])
+        step = _step([_choosing(Chunk(sequence, 0, (0,), _BLOCK, ()))])
         # what the process chooses otherwise
         nothing = DevicePlan(searches=[None])
         with torch.inference_mode():
@@ -213,7 +215,7 @@ def _check_logits(runner: Runner) -> None:
     like = chunk._replace(samples=(chunk.sequence,), encodes=())
     token_ids = np.random.default_rng(0).integers(0, runner.info.vocab_size, count).tolist()
     chunks = [
-        like._replace(token_ids=(token_id,), block_ids=(index % runner.info.num_blocks,))
+        like._replace(token_ids=(token_id,), block_ids=array("i", [index % runner.info.num_blocks]))
         for index, token_id in enumerate(token_ids)
     ]
     if runner.decoder.has_nan(chunks):
@@ -236,10 +238,10 @@ def _step(chunks: Sequence[Chunk]) -> Batch:
 def _chunk(runner: Runner, length: int, source: int, options: GenerationOptions = _GREEDY) -> Chunk:
     """Return a prompt of zeros in block 0 and a source text if needed."""
     sequence = _sequence(length, source, options, has_sources=runner.info.has_sources)
-    blocks, sources = ((0,) * -(-count // runner.info.block_size) for count in (length, source))
+    count, of_source = (-(-each // runner.info.block_size) for each in (length, source))
     if not runner.info.has_sources:
-        return Chunk(sequence, 0, (0,) * length, blocks, ())
-    return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)
+        return Chunk(sequence, 0, (0,) * length, _BLOCK * count, ())
+    return Chunk(sequence, 0, (0,) * length, _BLOCK * count, (), (0,) * of_source, (0,) * source)
 
 
 def _choosing(chunk: Chunk) -> Chunk:
@@ -254,7 +256,7 @@ def _beams_after(runner: Runner, prompt: Chunk) -> list[Chunk]:
     length, beams = len(prompt.token_ids), len(prompt.beam_slots)
     if not beams or length == runner.info.max_sequence_tokens:
         return []
-    blocks = (0,) * -(-(length + 1) // runner.info.block_size)
+    blocks = _BLOCK * -(-(length + 1) // runner.info.block_size)
     chunk = prompt._replace(
         start=length, token_ids=(0,) * beams, block_ids=blocks * beams, encodes=(), beams=beams
     )

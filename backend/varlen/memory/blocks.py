@@ -11,7 +11,7 @@ reservations as in Orca (Yu et al. 2022, OSDI).
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -155,7 +155,7 @@ class BlockPool:
         """Return whether several block tables hold a block; it must not be written."""
         return self._references[block] > 1
 
-    def copy_on_write(self, block_ids: list[int], *, reserved: bool) -> tuple[int, int]:
+    def copy_on_write(self, block_ids: MutableSequence[int], *, reserved: bool) -> tuple[int, int]:
         """Replace the shared last block of a table; return source and destination.
 
         The caller copies the contents before either block is written.

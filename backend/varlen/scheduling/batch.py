@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, VarlenError
-from varlen.request.request import Float32Array, Output, Prompt, RequestOptions
+from varlen.request.request import Float32Array, Output, Prompt, RequestOptions, new_tuple
 from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence, NewWriter, RequestState, SequenceState
 
@@ -30,7 +31,7 @@ class Chunk(NamedTuple):
     Attributes:
         start: position of the first of these tokens.
         token_ids: the tokens, at least one; their keys and values are stored.
-        block_ids: block table of the sequence up to these tokens.
+        block_ids: block table of the sequence up to these tokens, of 4 bytes each.
         samples: the sequences that take a token from the logits of the last of these tokens; none in the middle of a
             prompt, several for the samples of one prompt.
         source_block_ids: blocks of the keys and values of its source text.
@@ -45,7 +46,7 @@ class Chunk(NamedTuple):
     sequence: GeneratedSequence
     start: int
     token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    block_ids: array[int]
     samples: tuple[GeneratedSequence, ...]
     source_block_ids: tuple[int, ...] = ()
     encodes: tuple[int, ...] = ()
@@ -107,18 +108,23 @@ class Batch:
         """Number of outputs: one per sequence, or per sample and search of a step."""
         if not self.chunks:
             return len(self.sequences)
-        return sum(len(chunk.samples) for chunk in self.chunks)
+        return sum([len(chunk.samples) for chunk in self.chunks])
 
     @property
     def num_logit_rows(self) -> int:
-        return sum(chunk.num_logit_rows for chunk in self.chunks)
+        return sum([chunk.beams or len(chunk.samples) for chunk in self.chunks])
 
     @property
     def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
         """The sequence of each output of a step, and the length of its answer."""
         chunks = self.chunks
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
-        lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]
+        ends = [
+            chunk.start + (1 if chunk.beams else len(chunk.token_ids))
+            for chunk in chunks
+            for _ in chunk.samples
+        ]
+        lengths = [end - each.num_tokens for end, each in zip(ends, sequences, strict=True)]
         return sequences, lengths
 
 
@@ -220,4 +226,4 @@ def _write(sequence: GeneratedSequence, output: SampledToken | BeamAnswer) -> Ev
         return SequenceFailure(sequence, EngineError(_TEXT_FAILED))
     if part.finish_reason is not None:
         sequence.finish()
-    return SequenceOutput(sequence, part)
+    return new_tuple(SequenceOutput, (sequence, part))

@@ -424,7 +424,7 @@ class Engine:
 
 def _requests(sequences: Iterable[SequenceState]) -> list[RequestState]:
     """Return the requests of sequences, each once, in order."""
-    return list(dict.fromkeys(sequence.request for sequence in sequences))
+    return list(dict.fromkeys([sequence.request for sequence in sequences]))
 
 
 def _is_cancelled(request: RequestState) -> bool:

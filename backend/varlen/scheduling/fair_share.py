@@ -17,6 +17,7 @@ server: Sheng et al. 2024, "Fairness in serving large language models" (OSDI).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -153,14 +154,18 @@ class Claims:
 
         Tokens beyond a claim were lost and ran again.
         """
-        of_tenants: dict[str, tuple[int, int]] = {}
+        work: Counter[str] = Counter()
+        repeated: Counter[str] = Counter()
         for claim, tokens in served:
-            own = min(tokens, claim.unserved)
-            claim.unserved -= own
-            work, repeated = of_tenants.get(claim.tenant, (0, 0))
-            of_tenants[claim.tenant] = work + own, repeated + tokens - own
-        for tenant, (work, repeated) in of_tenants.items():
-            self._share.serve(tenant, work, repeated=repeated)
+            left = claim.unserved - tokens
+            work[claim.tenant] += tokens
+            if left < 0:
+                work[claim.tenant] += left
+                repeated[claim.tenant] -= left
+                left = 0
+            claim.unserved = left
+        for tenant, tokens in work.items():
+            self._share.serve(tenant, tokens, repeated=repeated[tenant])
 
     def leave(self, claim: Claim) -> None:
         """Count one group less; the claim ends with its last one."""

@@ -6,8 +6,10 @@ The engine's thread owns all of it. An encoder's sequence runs once; a generated
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, TypeAlias, cast
 
 from varlen.request.generation import GenerationOptions
@@ -129,6 +131,7 @@ class GeneratedSequence(SequenceState):
         token_ids: the prompt, then what was generated.
         num_computed: number of its tokens whose keys and values are stored when the steps in flight have run.
         num_unknown: number of tokens that steps in flight choose; of a search, of all tokens of a beam.
+        block_ids: its block table, see `Chunk`.
         writer: set by the engine when it is submitted.
         sampler_state: kept by the sampler, or the search, from one token to the next.
         is_searched: whether its answer is searched with beams, one or more; else its tokens are sampled.
@@ -138,7 +141,7 @@ class GeneratedSequence(SequenceState):
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     num_unknown: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=partial(array, "i"))
     writer: OutputWriter = field(init=False)
     sampler_state: object = field(default=None, init=False)
     is_searched: bool = field(init=False)

@@ -1,5 +1,7 @@
 """Sources of a step are encoded into their own blocks."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def chunk_of(length, blocks, *, encodes=True):
     """Return the first chunk of a translation whose source has these blocks."""
     source = np.random.default_rng(length).integers(6, 250, length).tolist()
     text = tuple(source) if encodes else ()
-    return Chunk(sequence_of_source(length), 0, (2,), (0,), (), tuple(blocks), text)
+    return Chunk(sequence_of_source(length), 0, (2,), array("i", [0]), (), tuple(blocks), text)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The inputs of a step are those that a loop over tokens makes."""
 
+from array import array
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -30,7 +31,7 @@ def steps(draw, *, sources=False):
         start, count = draw(st.integers(0, 40)), draw(st.integers(1, 20))
         tokens = tuple(draw(st.lists(st.integers(0, 99), min_size=count, max_size=count)))
         blocks = -(-(start + count) // block_size)
-        table = tuple(draw(st.lists(st.integers(0, 500), min_size=blocks, max_size=blocks)))
+        table = array("i", draw(st.lists(st.integers(0, 500), min_size=blocks, max_size=blocks)))
         samples = (None,) * draw(st.integers(0, 3))
         sequence, source = None, ()
         if sources:

@@ -409,7 +409,7 @@ def test_the_api_page_describes_every_path(send):
     paths = send("GET", "/openapi.json").json()["paths"]
 
     assert paths.keys() == {
-        "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
+        "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models",
         "/v1/models/{name}", "/", "/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/v2/rerank",
         "/predict", "/info", "/health", "/metrics", "/embed_all", "/similarity", "/v1/score", "/score",
         "/v1/embed", "/v2/embed", "/infinity/rerank", "/infinity/embeddings", "/v2/models/{name}/infer",

@@ -1,5 +1,6 @@
 """Executors on an emulated GPU: right answers, and counts of launches, copies and waits."""
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -160,9 +161,8 @@ DECODE_STEPS = {
     "sampled": {
         **_STEP,
         **_TOKENS,
+        # another graph, which draws the tokens
         "pinned copies to the device": 2,
-        # one more graph draws the tokens
-        "replays": 2,
         "launches": _BLOCK_LAUNCHES,
     },
     "beams": {
@@ -229,7 +229,7 @@ def test_generation_gives_the_tokens_of_the_cpu_in_few_launches_copies_and_waits
 
 def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
     """Return the tokens of two beams after this number of them."""
-    blocks = (0, 1) if known else (0, 0)
+    blocks = array("i", [0, 1 if known else 0])
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 
 
@@ -251,10 +251,9 @@ def test_nodes_of_the_graph_of_a_decode_step(gpu: FakeCuda, tmp_path: Path, name
 # Two steps after a prompt, each launched before the tokens of the one before it are read.
 _DRAWN_STEP = {**_STEP, "replays": 2}
 AHEAD = {
-    "greedy": ({"temperature": 0.0}, {**_STEP}),
-    # and the graph that draws
-    "sampled": ({"temperature": 0.8, "seed": 1}, _DRAWN_STEP),
-    # and the kernel that edits
+    "greedy": ({"temperature": 0.0}, _STEP),
+    "sampled": ({"temperature": 0.8, "seed": 1}, _STEP),
+    # the kernel that edits, and the graph of the draw alone
     "penalties": (
         {"temperature": 0.8, "seed": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
         {**_DRAWN_STEP, "launches": 1},
@@ -321,12 +320,14 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
         if device == "cuda":
             # decode steps of one, two and three rows and steps of eight tokens, and as many tokens of sources
             assert runner.graph_use.count == 4 + 1
-        first = Chunk(sequence, 0, (0,), (0,), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1))
+        first = Chunk(
+            sequence, 0, (0,), array("i", [0]), (sequence,), (2,), (5, 3, 9), beam_slots=(0, 1)
+        )
         beams = first._replace(token_ids=(0, 0), encodes=(), beams=2)
         steps = (
             first,
-            beams._replace(start=1, block_ids=(0, 1)),
-            beams._replace(start=2, block_ids=(0, 0)),
+            beams._replace(start=1, block_ids=array("i", [0, 1])),
+            beams._replace(start=2, block_ids=array("i", [0, 0])),
         )
         counts = []
         for chunk in steps:

@@ -1,6 +1,7 @@
 """Random decoders on a GPU: first loads, steps, and requests that generate."""
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -137,7 +138,8 @@ def decode_chunks(
     chunks = []
     for index in range(count):
         sequence = new_sequence(options)
-        blocks = tuple((index * each + place) % runner.info.num_blocks for place in range(each))
+        places = range(index * each, (index + 1) * each)
+        blocks = array("i", [place % runner.info.num_blocks for place in places])
         token_ids = (index % runner.info.vocab_size,)
         chunks.append(Chunk(sequence, context - 1, token_ids, blocks, (sequence,)))
     return tuple(chunks)
@@ -146,7 +148,7 @@ def decode_chunks(
 def prompt_chunk(runner: Runner, length: int, options: GenerationOptions) -> Chunk:
     """Return a whole prompt of `length` tokens, which samples a token."""
     sequence = new_sequence(options)
-    blocks = tuple(range(-(-length // runner.info.block_size)))
+    blocks = array("i", range(-(-length // runner.info.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
     return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_slots=places)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -270,7 +271,7 @@ class _Workload:
                     sequence,
                     part.start or 0,
                     (*sequence.token_ids, 0)[part],
-                    tuple(blocks[: self.target_blocks]),
+                    array("i", blocks[: self.target_blocks]),
                     (sequence,),
                     source_block_ids=tuple(blocks[self.target_blocks :]),
                     encodes=tuple(source.tolist()) if encodes and source is not None else (),

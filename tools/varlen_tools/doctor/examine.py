@@ -12,7 +12,7 @@ import numpy as np
 
 from varlen import Encoder, Generator
 from varlen.config import NO_LIMIT, DType, EngineConfig
-from varlen.errors import RequestError
+from varlen.errors import ConfigError, RequestError
 from varlen.execution.model_info import ModelInfo, generation_limit, sequence_limit
 from varlen.in_process.encoder import Inputs
 from varlen.intake.found import FOUND
@@ -97,11 +97,13 @@ class Examination:
     Attributes:
         memory: name and size of each need, in words.
         comparisons: results beside the original libraries.
+        int8: speed and quality of int8 in a line; empty if it is not measured.
     """
 
     memory: tuple[tuple[str, str], ...]
     comparisons: tuple[Comparison, ...]
     speeds: tuple[Speed, ...]
+    int8: str = ""
 
 
 def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) -> Examination:
@@ -134,10 +136,13 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     service = Service.load(EncoderParts, checkpoint.folder, config, Stats())
     info, dtype = service.model.info, short_dtype(service.model.info.dtype)
     speeds: tuple[Speed, ...] = ()
+    int8 = ""
     answers: dict[DType, list[Float32Array]] = {}
     with Encoder(service) as encoder:
         if has_speed and config.task not in _OWN_INPUTS:
             speeds = tuple(_encoder_speeds(encoder, vocab_size, limit))
+            if info.device == "cpu" and dtype in ("fp32", "bf16"):
+                int8 = _int8_price(checkpoint, config, encoder, speeds)
         if task == "extract":
             encoder.extract([str(each) for each in inputs], _LABELS, truncate=True)
             return Examination(_memory(info), (_NO_SPANS,), speeds)
@@ -153,7 +158,58 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
         *_not_compared(config, task, checkpoint),
         *_compare_adapters(checkpoint, config, partial(_adapted_answers, limit=limit)),
     )
-    return Examination(_memory(info), comparisons, speeds)
+    return Examination(_memory(info), comparisons, speeds, int8)
+
+
+def _int8_price(
+    checkpoint: Checkpoint, config: EngineConfig, encoder: Encoder, speeds: Sequence[Speed]
+) -> str:
+    """Return speed and quality of int8 here in a line; empty if it cannot run.
+
+    Args:
+        encoder: the model in its own dtype.
+        speeds: its speeds.
+    """
+    limit, vocab_size = config.max_sequence_tokens or LONGEST, checkpoint.vocab_size
+    inputs = sample_inputs(encoder.task, limit)
+    settings = replace(config, dtype="int8")
+    try:
+        service = Service.load(EncoderParts, checkpoint.folder, settings, Stats())
+    except ConfigError:
+        # no product of codes is exact on this CPU
+        return ""
+    with Encoder(service) as fast:
+        pairs = zip(_encoder_speeds(fast, vocab_size, limit), speeds, strict=True)
+        gains = [ours.tokens_per_second / usual.tokens_per_second for ours, usual in pairs]
+        answers = [_answers(each, inputs, vocab_size) for each in (fast, encoder)]
+    quality = agreement(*answers, has_labels=TASKS[encoder.task].has_labels)
+    gain = float(np.exp(np.log(gains).mean()))
+    remedy = ": set dtype: int8" if gain > 1 else ""
+    return f"int8: {gain:.1f} times as fast here, {quality}{remedy}"
+
+
+def agreement(
+    answers: Sequence[Float32Array], expected: Sequence[Float32Array], *, has_labels: bool
+) -> str:
+    """Return how far answers agree, in words: cosines, a rank correlation, or equal labels.
+
+    Args:
+        answers, expected: vectors, or logits of each label; of a text or of each of its tokens.
+        has_labels: whether they are logits; logits of one label are ranked.
+    """
+    ours, theirs = (
+        np.concatenate([each.reshape(-1, each.shape[-1]) for each in rows]).astype(np.float64)
+        for rows in (answers, expected)
+    )
+    if has_labels and ours.shape[1] > 1:
+        return f"the same label for {(ours.argmax(1) == theirs.argmax(1)).mean():.1%}"
+    if has_labels:
+        first, second = np.triu_indices(len(ours), 1)
+        orders = [np.sign(each[first, 0] - each[second, 0]) for each in (ours, theirs)]
+        return f"Kendall's tau {float((orders[0] * orders[1]).mean()):.3f}"
+    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    cosines = (ours * theirs).sum(1) / np.maximum(norms, 1e-30)
+    return f"mean cosine {cosines.mean():.4f}"
 
 
 def _memory(info: ModelInfo) -> tuple[tuple[str, str], ...]:

@@ -89,6 +89,8 @@ class Report:
         for title, made in _tables(self.examination):
             console.print(f"\n[bold]{title}[/bold]")
             console.print(made)
+        if self.examination.int8:
+            console.print(escape(self.examination.int8), highlight=False, soft_wrap=True)
         console.print("\n[bold]config.pbtxt[/bold] (what differs from the defaults)")
         console.print(short_config(self.config), markup=False, highlight=False, soft_wrap=True)
 

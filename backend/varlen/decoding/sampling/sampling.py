@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -157,10 +157,15 @@ class Sampler:
         It is known before the tokens before them are. None if the device cannot choose all of them: then only `sample`
         can. A step whose draws are returned has to start before the next one's are asked for, or never.
         """
-        states = [self._state(sequence) for sequence in sequences]
-        if not all(state.is_drawn for state in states):
+        states = [cast(SamplerState, sequence.sampler_state) for sequence in sequences]
+        if None in states:
+            states = [self._state(sequence) for sequence in sequences]
+        if False in [state.is_drawn for state in states]:
             self._edit_slots.skip(states)
             return None
+        draws = _draws_of(states, lengths)
+        if not max([state.edited_until for state in states], default=0):
+            return draws
         edited = [
             EditedSequence(row, sequence, state, length)
             for row, (sequence, state, length) in enumerate(
@@ -169,7 +174,6 @@ class Sampler:
             # nothing reads the token of one that has ended
             if length < state.edited_until and sequence.status != "finished"
         ]
-        draws = _draws_of(states, lengths)
         if not edited:
             return draws
         edits = self._edit_slots.next_edits(edited)
@@ -295,7 +299,7 @@ class Sampler:
 def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
     """Return the numbers that the next tokens are drawn with."""
     limits = [state.limits for state in states]
-    if all(state.temperature == 0 for state in states):
+    if not max([state.temperature for state in states], default=0):
         return Draws(limits, None)
     return Draws(limits, uniform_numbers([state.key for state in states], lengths))
 

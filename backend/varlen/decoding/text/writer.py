@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import FinishReason, GeneratedPart
+from varlen.request.request import FinishReason, GeneratedPart, new_tuple
 from varlen.scheduling.device_plan import BeamAnswer, SampledToken
 
 # What decoders write for bytes that are no character, or not yet.
@@ -222,6 +222,17 @@ class TextWriter:
     def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
         if isinstance(output, BeamAnswer):
             return self._whole(output)
+        token_id = output.token_id
+        self._num_tokens += 1
+        # most tokens of most answers
+        if (
+            self._num_tokens < self._options.max_tokens
+            and token_id not in self._end_ids
+            and output.logprobs is None
+            and not self._options.stop
+        ):
+            fields = self._detokenizer.add(token_id), (token_id,), (), None, None
+            return new_tuple(GeneratedPart, fields)
         return self._add(output)
 
     def _whole(self, answer: BeamAnswer) -> GeneratedPart:
@@ -236,12 +247,9 @@ class TextWriter:
 
     def _add(self, token: SampledToken) -> GeneratedPart:
         options, token_id = self._options, token.token_id
-        self._num_tokens += 1
         # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other
         is_end = token_id in self._end_ids
         is_last = is_end or self._num_tokens >= options.max_tokens
-        if not is_last and not options.stop and token.logprobs is None:
-            return GeneratedPart(self._detokenizer.add(token_id), (token_id,))
         text, added = "", b""
         if not is_end or options.include_stop_str_in_output:
             text = self._detokenizer.add(token_id)

@@ -50,10 +50,10 @@ class CudaGraphs:
         """Return the context that makes the stream, and its device, current."""
         return torch.cuda.stream(self._stream)
 
-    def capture(self, work: Callable[[], object]) -> Replay:
+    def capture(self, work: Callable[[], object], *, has_run: bool = False) -> Replay:
         """Return a function that starts the same work again, on the same memory.
 
-        The work runs once before the capture, which must not compile or load kernels.
+        The work runs once before the capture, which must not compile or load kernels, unless all of it has run.
 
         Raises:
             ModelFaultError: the GPU does not end the work.
@@ -61,7 +61,8 @@ class CudaGraphs:
         # weights and buffers may still be on their way
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.stream(), _without_collections():
-            work()
+            if not has_run:
+                work()
             call_within(self._timeout, self._stream.synchronize)
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)

@@ -7,9 +7,10 @@ runs, the next one is packed into other buffers and started. docs/decisions/0029
 A decode step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of
 them. A step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an
 encoder does; docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next
-one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. A step that samples
-has one more graph, which draws; edits of its logits come before. The encoder of source texts has graphs by the buckets
-of an encoder, which run on the same stream before the step.
+one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three
+graphs: one chooses the best tokens, one draws tokens, and one draws them after edits of the logits, which follow the
+first. The encoder of source texts has graphs by the buckets of an encoder, which run on the same stream before the
+step.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Captured:
     Attributes:
         inputs: its inputs in each set of buffers, by name.
         input_bytes: bytes of the inputs that every batch brings.
-        draw: graph that draws the tokens of a step; None if nothing is drawn.
+        replay, sampled, draw: graphs that choose the best tokens of a step, that draw them, and of the draw alone.
     """
 
     dims: Dims
@@ -103,7 +104,8 @@ class _Captured:
     on_device: Mapping[str, Tensor]
     input_bytes: int
     replay: Replay
-    draw: Replay | None
+    sampled: Replay | None = None
+    draw: Replay | None = None
 
 
 class _GraphRunner:
@@ -184,23 +186,20 @@ class _GraphRunner:
         inputs = layout.views(self._device_inputs)
         if "slots" in inputs:
             inputs["slots"].fill_(NO_SLOT)
-        draw = self._capture_draw(dims, inputs)
-        replay = self.graphs.capture(self._work(dims, dict(inputs), region))
+        replays = self._replays(dims, inputs, region)
         buffers = {
             each: {name: view.numpy() for name, view in layout.views(each.inputs).items()}
             for each in self._buffers
         }
         value, _, last = layout.parts[-1]
         num_bytes = last.start if value.name == _TABLES else layout.num_bytes
-        return _Captured(dims, buffers, inputs, num_bytes, replay, draw)
+        return _Captured(dims, buffers, inputs, num_bytes, *replays)
 
-    def _capture_draw(
-        self,
-        dims: Dims,  # noqa: ARG002  # of steps
-        inputs: Mapping[str, Tensor],  # noqa: ARG002
-    ) -> Replay | None:
-        """Return the graph that draws tokens, if there are any."""
-        return None
+    def _replays(
+        self, dims: Dims, inputs: Mapping[str, Tensor], region: Region
+    ) -> tuple[Replay, ...]:
+        """Return the graphs of a bucket, see `_Captured`."""
+        return (self.graphs.capture(self._work(dims, dict(inputs), region)),)
 
 
 class CudaRunner(_GraphRunner):
@@ -432,7 +431,7 @@ class CudaSteps(_GraphRunner):
             here = moved((step.beams, step.searches, begun), self._words.device)
         beams_here, searches_here, begun_here = here
         captured = self._start(step, buffers, beams_here)
-        if rows and (step.edits or "uniform" in step.draws):
+        if rows and step.edits:
             self._draw(step, captured, rows, begun_here)
         chosen_here, found_here = buffers.results
         if rows and step.draws:
@@ -497,7 +496,10 @@ class CudaSteps(_GraphRunner):
         if beams:
             assert self._follow is not None
             self._follow(beams, captured.on_device)
-        captured.replay()
+        is_sampled = rows and "uniform" in step.draws and not step.edits
+        replay = captured.sampled if is_sampled else captured.replay
+        assert replay is not None
+        replay()
         return captured
 
     def _draw(
@@ -507,35 +509,43 @@ class CudaSteps(_GraphRunner):
         rows: int,
         begun: Mapping[str, Tensor],
     ) -> None:
-        """Draw the tokens of the step that was started last.
+        """Edit the logits of the step that was started last, and draw its tokens.
 
         Args:
             rows: rows of its logits.
             begun: edit lists that the host sends.
         """
-        if step.edits:
-            assert self._edits is not None
-            edited, on_device = slice(len(step.edits["rows"])), captured.on_device
-            self._edits.apply(
-                self._logits[:rows],
-                self._token_ids,
-                on_device["logit_rows"],
-                on_device[_EDITED_ROWS.name][edited],
-                on_device[_PENALTIES.name][edited],
-                **begun,
-            )
+        assert self._edits is not None
+        edited, on_device = slice(len(step.edits["rows"])), captured.on_device
+        self._edits.apply(
+            self._logits[:rows],
+            self._token_ids,
+            on_device["logit_rows"],
+            on_device[_EDITED_ROWS.name][edited],
+            on_device[_PENALTIES.name][edited],
+            **begun,
+        )
         assert captured.draw is not None
         captured.draw()
 
-    def _capture_draw(self, dims: Dims, inputs: Mapping[str, Tensor]) -> Replay:
-        rows = dims["logit_rows"]
-        limits = [inputs[value.name] for value in _DRAWS]
+    def _replays(
+        self, dims: Dims, inputs: Mapping[str, Tensor], region: Region
+    ) -> tuple[Replay, ...]:
+        rows, limits = dims["logit_rows"], [inputs[value.name] for value in _DRAWS]
+        step = self._work(dims, dict(inputs), region)
 
-        def work() -> None:
+        def draw() -> None:
             # rows of no sequence get tokens that nothing reads
             self._draws.sample_tokens(self._logits[:rows], *limits, out=self._chosen[:rows])
 
-        return self.graphs.capture(work)
+        def sampled() -> None:
+            step()
+            draw()
+
+        # it runs all kernels, so the others need not run before their captures
+        with_draw = self.graphs.capture(sampled)
+        alone = self.graphs.capture(draw, has_run=True)
+        return self.graphs.capture(step, has_run=True), with_draw, alone
 
     def _bucket(self, tokens: int, sequences: int) -> Bucket:
         if tokens <= sequences:

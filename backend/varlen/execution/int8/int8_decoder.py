@@ -6,6 +6,7 @@ Its steps run with small KV caches: a prompt is one step. Where an encoder reads
 model itself makes of them in fp32, by greedy search.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -159,7 +160,7 @@ def _chunk(
     assert isinstance(sequence, GeneratedSequence)
     blocks = range(2 * _BLOCKS * place, 2 * _BLOCKS * (place + 1))
     held = -(-(start + len(token_ids)) // _BLOCK_TOKENS)
-    own, sources = tuple(blocks[:held]), tuple(blocks[_BLOCKS:])
+    own, sources = array("i", blocks[:held]), tuple(blocks[_BLOCKS:])
     chunk = Chunk(sequence, start, tuple(token_ids.tolist()), own, ())
     source_ids = prompt.payload_tokens(Source)
     if source_ids is None:

@@ -10,10 +10,11 @@ The beams of a search write into blocks of their own. Which of them a beam reads
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from varlen.memory.blocks import BlockPool
-from varlen.request.request import Prompt, Source
+from varlen.request.request import Prompt, Source, new_tuple
 from varlen.scheduling.batch import Chunk
 from varlen.scheduling.iteration.groups import BeamBlocks, Group, Part
 from varlen.scheduling.sequence import GeneratedSequence
@@ -162,7 +163,7 @@ class GroupMemory:
             return False
         group.reserved = needed - len(shared)
         group.source_block_ids = [self._allocate(group) for _ in range(source)]
-        first.block_ids = shared
+        first.block_ids = array("i", shared)
         first.num_computed = len(shared) * blocks.block_size
         if group.has_beams:
             slots = self._take_slots(group.max_branches)
@@ -181,9 +182,26 @@ class GroupMemory:
             parts: groups of the step in order, whose branches have the block of a token to generate.
             logit_rows: row of the logits of the step in flight, by sequence.
         """
-        runs = list(zip(parts, divide_step(parts, step_tokens), strict=True))
-        runs.sort(key=_is_long)
+        lengths = divide_step(parts, step_tokens)
+        runs = list(zip(parts, lengths, strict=True))
+        if max(lengths) > 1:
+            runs.sort(key=_is_long)
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
+
+    def lacking(self, parts: Iterable[Part]) -> list[Group]:
+        """Return the groups that generate and may lack a block for their next tokens."""
+        size, is_shared = self.blocks.block_size, self.blocks.is_shared
+        return [
+            group
+            for group, remaining, _ in parts
+            if remaining == 1
+            and group.is_encoded
+            and (
+                group.beams is not None
+                or (first := group.first).num_computed == len(first.block_ids) * size
+                or is_shared(first.block_ids[-1])
+            )
+        ]
 
     def extend(self, group: Group) -> bool:
         """Allocate the block of each branch's next token; return False if one is not available.
@@ -259,7 +277,7 @@ class GroupMemory:
         table, num_computed = first.block_ids, first.num_computed
         left = [sequence for sequence in group.sequences if sequence.status == "running"]
         # its own blocks are released here, not the blocks of its samples
-        first.block_ids = []
+        first.block_ids = array("i")
         groups = [self._alone(group, sequence, table, num_computed) for sequence in left]
         if self.reserves:
             _, more = self._branch_need(first.prompt, first.generation.max_tokens)
@@ -274,13 +292,13 @@ class GroupMemory:
         return groups
 
     def _alone(
-        self, group: Group, sequence: GeneratedSequence, table: list[int], num_computed: int
+        self, group: Group, sequence: GeneratedSequence, table: array[int], num_computed: int
     ) -> Group:
         """Return a group of one sample, which shares the blocks of its prompt."""
         rank, number, _ = group.order
         alone = Group((rank, number, sequence.row), (sequence,), group.claim, has_started=True)
         sequence.num_computed = num_computed
-        sequence.block_ids = [*table]
+        sequence.block_ids = table[:]
         self.blocks.fork(table)
         return alone
 
@@ -288,7 +306,7 @@ class GroupMemory:
         """Release all that a group holds."""
         for table in _tables(group):
             self.copies.release(table)
-        group.first.block_ids = []
+        group.first.block_ids = array("i")
         if group.beams is not None:
             for slot in group.beams.slots:
                 heapq.heappush(self._free_slots, slot)
@@ -301,6 +319,16 @@ class GroupMemory:
         first, beams = group.first, 0
         samples: tuple[GeneratedSequence, ...] = ()
         begin, end = first.num_computed, first.num_computed + tokens
+        if group.is_plain and part.remaining == 1 and len(first.block_ids) * size >= end:
+            # most chunks of most steps
+            first.num_computed = end
+            is_known = not first.num_unknown
+            token_ids: tuple[int, ...] = (first.token_ids[begin],) if is_known else _UNKNOWN
+            follows = None if is_known else logit_rows[first]
+            first.num_unknown += 1
+            table = first.block_ids[: begin // size + 1]
+            fields = first, begin, token_ids, table, group.sequences, (), (), follows, (), 0
+            return new_tuple(Chunk, fields)
         if tokens == part.remaining:
             samples = (first,) if group.has_beams else group.sequences
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
@@ -317,7 +345,7 @@ class GroupMemory:
             if end > len(first.token_ids):
                 token_ids, follows = _UNKNOWN, logit_rows[first]
             # it has more of them after a larger step that ran out of memory
-            block_ids = tuple(first.block_ids)[:num_blocks]
+            block_ids = first.block_ids[:num_blocks]
         chunk = Chunk(
             first,
             begin,
@@ -370,7 +398,7 @@ class GroupMemory:
         return is_reserved
 
 
-def _tables(group: Group) -> tuple[list[int], ...]:
+def _tables(group: Group) -> tuple[Sequence[int], ...]:
     """Return the lists of blocks that a group holds."""
     own = [] if group.beams is None else group.beams.held()
     return group.first.block_ids, group.source_block_ids, own

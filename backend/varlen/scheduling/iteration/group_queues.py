@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedKeyList
 
+from varlen.request.request import new_tuple
 from varlen.scheduling.fair_share import RANK_UNIT
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.groups import Group, Part
@@ -100,11 +101,9 @@ def parts_of(running: Iterable[Group], busy: Set[Group], stages: int = 1) -> lis
         first = group.first
         length = len(first.token_ids) + first.num_unknown
         # steps in flight may choose its last token
-        if length >= group.max_length or group in busy:
-            continue
-        is_decoding = group.is_encoded and not group.has_beams
-        least_tokens = 1 if is_decoding else group.least_tokens
-        parts.append(Part(group, length - first.num_computed, least_tokens))
+        if length < group.max_length and not (busy and group in busy):
+            least_tokens = 1 if group.is_plain else group.least_tokens
+            parts.append(new_tuple(Part, (group, length - first.num_computed, least_tokens)))
     if stages > 1:
         parts.sort(key=lambda part: part.group.skipped < stages)
     return parts
@@ -244,9 +243,7 @@ class GroupQueues:
         Raises:
             HeldByStepError: the last group is held.
         """
-        for group, remaining, _ in parts:
-            if remaining > 1 or not group.is_encoded:
-                continue
+        for group in self._memory.lacking(parts):
             # one before it may have preempted it
             while group.first.status == "running" and not self._memory.extend(group):
                 last = self.running[-1]

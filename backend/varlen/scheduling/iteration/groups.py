@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class BeamBlocks:
         """Return the blocks that were not given back."""
         return [block for block in self.blocks if block != _GIVEN_BACK]
 
-    def tables(self, position: int, prompt_blocks: Sequence[int]) -> tuple[int, ...]:
+    def tables(self, position: int, prompt_blocks: Sequence[int]) -> array[int]:
         """Return the block tables of beams up to a position, as a step has them.
 
         The first tables are the prompt's, with blocks that the beams write. Later ones depend on what the
@@ -66,7 +67,7 @@ class BeamBlocks:
             last = [prompt_blocks[column], *last]
         elif offset:
             last = [_UNKNOWN] * self.num_beams
-        return tuple(block for own in last for block in (*known, own))
+        return array("i", [block for own in last for block in (*known, own)])
 
     def follow(self, parents: Sequence[int]) -> list[int]:
         """Note which beams the next ones continue; return blocks that none reads any more.
@@ -128,6 +129,7 @@ class Group:
         first: the first sequence of the answer, whose status is the group's.
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
+        is_plain: whether it is one sampled sequence without a source text.
         max_branches: most of its samples or beams that run at the same time.
         streams: whether its client reads the answer token by token. The answer of a search comes in one part.
         beams: blocks that its beams write, and their slots, while it runs.
@@ -145,6 +147,7 @@ class Group:
     first: GeneratedSequence = field(init=False)
     max_length: int = field(init=False)
     has_beams: bool = field(init=False)
+    is_plain: bool = field(init=False)
     max_branches: int = field(init=False)
     streams: bool = field(init=False)
     beams: BeamBlocks | None = None
@@ -164,6 +167,7 @@ class Group:
         self.streams = self.first.options.streams and not self.has_beams
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
+        self.is_plain = self.is_encoded and not self.has_beams and len(self.sequences) == 1
 
     @property
     def num_branches(self) -> int:

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import chain, count
 from typing import cast
 
 from varlen.config import KvPolicy
@@ -107,22 +107,23 @@ class StepInFlight:
         """The groups whose outputs count."""
         if self.is_void:
             return []
+        ignored = self.ignored
         return [
             group
             for group in self.chunks
             if not (group.first.status == "finished" and group.is_finished)
-            and group not in self.ignored
+            and not (ignored and group in ignored)
         ]
 
     def logit_rows(self) -> dict[GeneratedSequence, int]:
         """Return the first row of the logits that each sequence has."""
-        chunks = self.chunks.values()
-        begins = accumulate([chunk.beams or len(chunk.samples) for chunk in chunks], initial=0)
-        return {
-            sample: row
-            for chunk, begin in zip(chunks, begins, strict=False)
-            for row, sample in enumerate(chunk.samples, begin)
-        }
+        rows: dict[GeneratedSequence, int] = {}
+        row = 0
+        for chunk in self.chunks.values():
+            for sample in chunk.samples:
+                rows[sample] = row
+                row += chunk.beams or 1
+        return rows
 
 
 _log = logging.getLogger(__name__)
@@ -285,7 +286,11 @@ class IterationScheduler:
         self._count_served(present)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
-            if group in present:
+            if group not in present:
+                continue
+            if group.is_plain and chunk.samples:
+                events += self._update_plain(group, chunk, cast(SampledToken, outputs[begin]))
+            else:
                 events += self._update_group(group, chunk, outputs[begin:end])
         return events
 
@@ -343,14 +348,14 @@ class IterationScheduler:
         """Return what the next step runs of each group; None if nothing can run now."""
         steps = self._in_flight
         in_flight = [step.groups for step in steps]
-        held = {group for groups in in_flight for group in groups}
+        held = set(chain.from_iterable(in_flight))
         busy: Set[Group] = held
         before: StepInFlight | None = None
         logit_rows: dict[GeneratedSequence, int] = {}
         if steps and not self._is_pipeline and not steps[-1].is_void:
             # it runs the tokens that the step before it chooses
             before, busy = steps[-1], frozenset()
-            several = (group for group in in_flight[-1] if len(group.sequences) > 1)
+            several = [group for group in in_flight[-1] if len(group.sequences) > 1]
             if not all(group.can_follow or group.is_ending for group in several):
                 return None
             logit_rows = before.logit_rows()
@@ -362,7 +367,9 @@ class IterationScheduler:
         if not parts:
             return None
         latency = self._step_latency_seconds
-        tokens = tokens_of_step(parts, size.tokens, self._cost, latency, beside=busy)
+        tokens = size.tokens
+        if max([part.remaining for part in parts]) > 1:
+            tokens = tokens_of_step(parts, tokens, self._cost, latency, beside=busy)
         chunks = self._memory.next_chunks(parts, tokens, logit_rows)
         copies = self._memory.copies
         return StepInFlight(
@@ -375,12 +382,9 @@ class IterationScheduler:
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         """Return a step as a batch, and count it as running."""
         chunks = tuple(step.chunks.values())
-        lengths: list[int] = []
-        for chunk in chunks:
-            if chunk.beams:
-                lengths += [1] * chunk.beams
-            else:
-                lengths.append(len(chunk.token_ids))
+        beams = sum([chunk.beams for chunk in chunks])
+        lengths = [1] * beams
+        lengths += [len(chunk.token_ids) for chunk in chunks if not chunk.beams]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
         shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
@@ -450,6 +454,21 @@ class IterationScheduler:
             if request.crashes >= _MAX_CRASHES
         ]
 
+    def _update_plain(self, group: Group, chunk: Chunk, token: SampledToken) -> tuple[Event, ...]:
+        """Return the event of a plain group's token; release it at its end."""
+        if token.is_pending:
+            self._run_again(group, chunk)
+            return ()
+        first, length = group.first, len(chunk.token_ids)
+        first.num_unknown -= 1
+        end = chunk.start + length
+        if end % self._blocks.block_size < length:
+            self._memory.store(group, chunk, end)
+        event = append_token(first, token)
+        if first.status == "finished":
+            self._end(group)
+        return (event,)
+
     def _update_group(self, group: Group, chunk: Chunk, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""
         if group.has_beams:
@@ -491,7 +510,11 @@ class IterationScheduler:
         for group, chunk in chunks.items():
             count = len(chunk.token_ids)
             of_group = count + len(chunk.encodes)
-            if chunk.samples and (count == 1 or chunk.beams) and chunk.num_generated > 0:
+            if (
+                chunk.samples
+                and (count == 1 or chunk.beams)
+                and chunk.start >= chunk.sequence.num_tokens
+            ):
                 generated += of_group
             total += of_group
             served.append((group.claim, of_group))

@@ -1,6 +1,7 @@
 """Searches of the device have the same answers as searches of the host."""
 
 import random
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -85,7 +86,7 @@ class Steps:
                     sequence,
                     sequence.num_tokens + length - 1 if length else 0,
                     (0,) * (num_beams or 1),
-                    (0,) * (num_beams or 1),
+                    array("i", [0]) * (num_beams or 1),
                     (sequence,),
                     beam_slots=tuple(range(5 * number, 5 * number + sequence.generation.num_beams)),
                     beams=num_beams,

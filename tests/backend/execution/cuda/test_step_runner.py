@@ -4,7 +4,9 @@ Sizes of graphs, padding of inputs, fixed addresses and the order of the inputs 
 """
 
 import logging
+from array import array
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -104,7 +106,7 @@ def chunk(has_sources):
     free = iter(range(BLOCKS))
 
     def take(tokens):
-        return tuple(next(free) for _ in range(-(-tokens // BLOCK_SIZE)))
+        return array("i", islice(free, -(-tokens // BLOCK_SIZE)))
 
     def chunk(start, tokens, samples=1):
         blocks, token_ids = take(start + tokens), tuple(range(1, tokens + 1))
@@ -195,7 +197,9 @@ def test_sources_give_the_caches_of_the_cpu_by_one_replay(
     (cpu, cpu_caches), (gpu, gpu_caches) = sources
     blocks = iter(range(BLOCKS))
     chunks = [
-        Chunk(None, 0, (0,), (), (), (next(blocks), next(blocks)), tuple(range(1, length + 1)))
+        Chunk(
+            None, 0, (0,), array("i"), (), (next(blocks), next(blocks)), tuple(range(1, length + 1))
+        )
         for length in lengths
     ]
     arrays = source_arrays(chunks, BLOCK_SIZE)

@@ -1,5 +1,6 @@
 """Batches, steps and answers arrive as they were sent."""
 
+from array import array
 from multiprocessing.connection import Pipe
 
 import numpy as np
@@ -99,7 +100,7 @@ BLOCK_SIZE = 4
 def chunk_of(length, *, has_source):
     """Return a chunk of this length, whose source text has five tokens."""
     sequence = sequence_of_source(5 if has_source else 0)
-    tokens, blocks = tuple(range(length)), tuple(range(-(-length // BLOCK_SIZE)))
+    tokens, blocks = tuple(range(length)), array("i", range(-(-length // BLOCK_SIZE)))
     if not has_source:
         return Chunk(sequence, 0, tokens, blocks, (sequence,))
     return Chunk(sequence, 0, tokens, blocks, (sequence,), (7, 8), (1, 2, 3, 4, 5))
@@ -108,7 +109,7 @@ def chunk_of(length, *, has_source):
 def beams_of(search, *, has_source, num_beams=2):
     """Return a chunk of the beams of a search."""
     chunk = chunk_of(1, has_source=has_source)
-    tokens, blocks = (0,) * num_beams, tuple(range(num_beams))
+    tokens, blocks = (0,) * num_beams, array("i", range(num_beams))
     places = tuple(range(search, search + num_beams))
     return chunk._replace(token_ids=tokens, block_ids=blocks, beam_slots=places, beams=num_beams)
 
@@ -167,9 +168,9 @@ def test_a_step_arrives_with_all_its_arrays(has_source, copies, choice, number, 
     )
     for sent, got in pairs:
         assert sent.keys() == got.keys()
-        for name, array in sent.items():
-            np.testing.assert_array_equal(got[name], array)
-            assert got[name].dtype == array.dtype
+        for name, each in sent.items():
+            np.testing.assert_array_equal(got[name], each)
+            assert got[name].dtype == each.dtype
             # torch warns of others
             assert got[name].flags.writeable
             assert got[name].flags.aligned

@@ -22,8 +22,7 @@ class Running:
     least_tokens: int = 1
     max_length: int = 10
     skipped: int = 0
-    has_beams: bool = True
-    is_encoded: bool = True
+    is_plain: bool = False
     first: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(**_SEQUENCE))
 
 
