@@ -297,6 +297,9 @@ FORMS: Mapping[str, Form] = {
         _packed(4, GROUP, symmetric=False),
         _compressed("pack-quantized", num_bits=4, **_GROUPS, symmetric=False),
     ),
+    "packed-4-channel": Form(
+        _packed(4, 0), _compressed("pack-quantized", num_bits=4, strategy="channel")
+    ),
     "packed-8": Form(_packed(8, 0), _compressed("pack-quantized", num_bits=8, strategy="channel")),
     "int8": Form(
         _int8,

@@ -21,7 +21,6 @@ import triton
 Launch: TypeAlias = Mapping[str, int]
 Key: TypeAlias = tuple[int | str | bool | torch.dtype, ...]
 CandidateLaunches: TypeAlias = Callable[..., Sequence[Launch]]
-# The arguments of one call of `pick`.
 Pick: TypeAlias = tuple[str, Key, CandidateLaunches]
 # Tuned launches of one GPU under one Triton version, by op and by key in the form of `key_text`.
 Table: TypeAlias = Mapping[str, Mapping[str, Launch]]

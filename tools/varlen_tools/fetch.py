@@ -76,13 +76,11 @@ _PICKLES = ("pytorch_model*.bin", "*/pytorch_model.bin")
 # Heads of bge-m3 beside its weights, likewise; converted, each is a folder.
 _PICKLED_HEADS = tuple(f"{name}.pt" for name in (SPARSE, VECTORS))
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-# Chat templates with names.
 _TEMPLATES = f"{MORE_TEMPLATES}/*.jinja"
 # Files in folders that no modules.json names.
 _FILES_OF_PARTS = (_TEMPLATES, ENCODER_CONFIG, f"{LABELS_TOKENIZER}/*.json")
 # Name of the folder of an unfinished model.
 STAGING_PREFIX = ".fetch-"
-# States the languages of a model.
 MODEL_CARD = "README.md"
 VERSION = "1"
 # Longest wait for another process that downloads the same model.

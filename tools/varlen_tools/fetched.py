@@ -26,7 +26,6 @@ from varlen_tools.model_source import read_model_config
 from varlen_tools.scratch import scratch_folder
 from varlen_tools.serve.models import LOCK, SOURCE_FILE, models_folder, user_of
 
-# Names of the folders of sources.
 _SOURCE_FOLDER = re.compile("[0-9a-f]{12}")
 _BLOCK_BYTES = 512
 

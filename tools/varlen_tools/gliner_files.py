@@ -25,7 +25,6 @@ from varlen.models.checkpoint.files import TOKENIZER, has_file, locate, read_byt
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-# Files of a backbone that are read.
 BACKBONE_FILES = (
     *("config.json", TOKENIZER, _TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt", *SOURCE_FILES),

@@ -316,11 +316,9 @@ def convert_deberta(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-# Names of SentencePiece models.
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", MODEL, "tokenizer.model")
 # Files that are read to make tokenizer.json, and are not served.
 SOURCE_FILES = ("source.spm", *SENTENCEPIECE)
-# Packages that a conversion needs.
 _NEEDED = ("transformers",)
 _NEEDED_FOR_SENTENCEPIECE = (*_NEEDED, "sentencepiece")
 

@@ -23,7 +23,6 @@ from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source,
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
 _WINDOWS_ONLY = LongTextRules()
-# One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 

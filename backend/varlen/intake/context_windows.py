@@ -33,7 +33,6 @@ from varlen.request.row_parameters import RowParameters, TruncationSide
 if TYPE_CHECKING:
     from varlen.intake.checks import Intake
 
-# Defaults of a request.
 _WINDOW_TOKENS, _STRIDE_TOKENS = 384, 128
 # Windows of a row, and tokens of all of them.
 MAX_WINDOWS = 512

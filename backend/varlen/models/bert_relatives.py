@@ -7,8 +7,7 @@ the code and files of their authors on the hub.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.family import Family, MaskedLMNames
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
     ExpertNames,
@@ -303,7 +302,6 @@ _JINA_BERT: Family[PostNormEncoder] = replace(
     is_divisible=False,
 )
 
-# The relatives by `model_type`.
 RELATIVES: Mapping[str, PostNormFamily] = {
     "bert": _BERT,
     **_ROBERTA,

@@ -32,7 +32,7 @@ from varlen.models.checkpoint.extraction import (
     read_extraction,
     read_schema_model,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
+from varlen.models.checkpoint.family import Family, HeadConfig, MaskedLMLayout, ModelSizes
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_forms import check_is_folder, check_is_transformer
@@ -46,7 +46,6 @@ from varlen.models.checkpoint.logit_score import (
     check_score_tokens,
     find_logit_score,
 )
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.quantization import FIELDS, Quantization, read_quantization
 from varlen.models.checkpoint.router import Router, read_router
 from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
@@ -72,7 +71,6 @@ from varlen.request.row_parameters import TruncationSide
 from varlen.tasks import TASKS, Task, further_problem
 from varlen_kernels import Pooling
 
-# Tasks of a model with a vector for each token.
 _LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
 
 _SEQUENCES = "ForSequenceClassification"

@@ -28,9 +28,8 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.family import Family, HeadConfig, MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 

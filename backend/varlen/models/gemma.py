@@ -35,6 +35,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_kinds,
     read_rotary,
     read_rotary_of_kinds,
+    read_windows,
 )
 from varlen.models.llama import Llama, LlamaLayer, read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
@@ -125,19 +126,8 @@ def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
 
 
 def _read_windows(config: Json) -> tuple[int, ...]:
-    """Return the window of each layer; 0 where it holds every sequence that is served."""
-    kinds = _read_kinds(config)
-    if "sliding_attention" not in kinds:
-        return (0,) * len(kinds)
-    window = read_int(config, "sliding_window", default=4096)
-    if _reads_all(config):
-        # the window of config.json has both sides
-        window = window // 2 + 1
-    if not kind_fields.is_causal(config):
-        # the masks of transformers then include the distance itself
-        window += 1
-    window = 0 if window >= read_int(config, "max_position_embeddings") else window
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    positions = read_int(config, "max_position_embeddings")
+    return read_windows(config, _read_kinds(config), positions, has_both_sides=_reads_all(config))
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:

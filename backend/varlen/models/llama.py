@@ -119,7 +119,6 @@ OPTIONS: Mapping[str, Options] = {
         are_head_norms_last=True,
     ),
 }
-# Poolings that config.json names.
 _POOLINGS: Mapping[str, Literal["cls", "mean", "last"]] = {
     "avg": "mean",
     "cls": "cls",

@@ -22,9 +22,14 @@ from varlen.models.checkpoint.config_file import (
     read_flag,
     read_int,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.family import (
+    Family,
+    HeadConfig,
+    MaskedLMLayout,
+    MaskedLMNames,
+    encoder_classes,
+)
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import (
     LayerKind,
     RotaryConfig,

@@ -17,7 +17,7 @@ from varlen.models.blocks.output import read_top, record_output
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
-from varlen.models.checkpoint.config_file import Json, read_int, read_layers
+from varlen.models.checkpoint.config_file import Json, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import (
@@ -26,6 +26,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_kinds,
     read_rotary,
     read_rotary_of_kinds,
+    read_windows,
 )
 from varlen.models.llama import read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
@@ -59,16 +60,7 @@ def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
 
 
 def _read_windows(config: Json) -> tuple[int, ...]:
-    """Return the window of each layer; 0 where it holds every sequence that is served."""
-    kinds = _read_kinds(config)
-    if "sliding_attention" not in kinds:
-        return (0,) * len(kinds)
-    window = read_int(config, "sliding_window", default=4096)
-    if not kind_fields.is_causal(config):
-        # the masks of transformers then include the distance itself
-        window += 1
-    window = 0 if window >= _read_positions(config) else window
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return read_windows(config, _read_kinds(config), _read_positions(config))
 
 
 def _read_rotary(config: Json) -> tuple[RotaryConfig, ...]:

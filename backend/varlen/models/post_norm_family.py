@@ -27,9 +27,14 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
     read_norm_eps,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.family import (
+    Family,
+    HeadConfig,
+    MaskedLMLayout,
+    MaskedLMNames,
+    encoder_classes,
+)
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.models.post_norm_layers import NormedHeads, PostNormEncoder, PostNormLayer
 from varlen.program.heads import AttentionHeads

@@ -389,7 +389,6 @@ FAMILIES: Mapping[str, Family[T5]] = {
     "t5": _family("T5ForConditionalGeneration"),
     "mt5": _family("MT5ForConditionalGeneration"),
 }
-# Only encoders, by architecture.
 ENCODERS: Mapping[str, Family[T5Encoder]] = {
     name: Family(
         architectures={name: "embed"},

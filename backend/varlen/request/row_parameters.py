@@ -53,7 +53,6 @@ MAX_PROMPT_CHARACTERS = 4096
 
 # Parameters of the answer, which outputs of further tasks read too.
 _OF_ANSWERS = ("normalize", "dimensions", "output_dtype", "activation", "max_active_dims")
-# Widths of further outputs of a model without them.
 NO_FURTHER: Mapping[Task, int] = MappingProxyType({})
 # Parameters whose largest value is the width of the model's output.
 _UP_TO_WIDTH = ("dimensions", "max_active_dims", "top_k")

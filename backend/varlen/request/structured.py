@@ -5,7 +5,6 @@ import json
 from varlen.errors import RequestError, shorten
 from varlen.parameter import read_json, refuse
 
-# Names of the parameter.
 STRUCTURED_OUTPUTS = ("structured_outputs", "guided_decoding")
 
 _MAX_CHARACTERS = 65_536

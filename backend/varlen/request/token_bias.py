@@ -7,7 +7,6 @@ from typing import TypeAlias
 from varlen.errors import RequestError
 from varlen.parameter import MAX_INT32, Parameter, parameter_field, read_json, refuse
 
-# Token ids, each with the number that is added to its logit.
 LogitBias: TypeAlias = tuple[tuple[int, float], ...]
 
 MAX_BIASED_TOKENS = 1024

@@ -17,7 +17,6 @@ from varlen.request.request import Float32Array
 VectorDType: TypeAlias = Literal["float32", "float16", "int8", "binary", "ubinary"]
 VECTOR_DTYPES: tuple[VectorDType, ...] = get_args(VectorDType)
 
-# Largest number of spans of a text.
 MAX_SPANS = 4096
 SPANS_TEXT = (
     f"a list of 1 to {MAX_SPANS} spans [begin, end] in characters, as JSON in a request's parameter"

@@ -18,7 +18,6 @@ Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
 Refusal: TypeAlias = Literal["queue_full", "deadline", "expired", "shared_memory", "draining"]
 Kind: TypeAlias = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 
-# Label of the metrics of an adapter.
 ADAPTER = "adapter"
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]

@@ -45,7 +45,6 @@ _PER_NAT = tl.constexpr(8.0)
 _SLACK = tl.constexpr(1e-3)
 # Parts into which a step of a search divides a range of orders.
 _RANGES = tl.constexpr(8)
-# Tokens of a list, at most.
 _LONGEST_LIST = 1 << 14
 # Tokens that a search reads at once; most lists have fewer.
 _LIST_BLOCK = 2048

@@ -129,6 +129,25 @@ def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, 
 
 
 @PRODUCTS
+@pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
+def test_the_lowest_code_is_multiplied_exactly(kernel, is_full):
+    """Codes of quantized checkpoints reach -128 and -8."""
+    levels = most_levels(kernel) if is_full else REDUCED_LEVELS
+    weight, bias, outliers = layer(1023, 33)
+    lowest = -8 if "int4" in kernel else -128
+    chosen = WeightCodes(torch.full((33,), 0.01), torch.full((1023, 33), lowest).to(torch.int8))
+    chosen.codes[outliers] = 0
+    x = inputs(7, 1023, outliers)
+    packed = Int8Product(kernel, levels).quantize(weight, bias, outliers, chosen)
+
+    actual = getattr(cpu, kernel)(x, packed)
+
+    expected = linear_int8(x, quantize_weight(weight, bias, outliers, levels, chosen))
+    size = (x.abs().max() * 1.28 * 1023).item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=8 * EPS * size)
+
+
+@PRODUCTS
 def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
     x, op = inputs(40, 100, outliers), getattr(cpu, kernel)

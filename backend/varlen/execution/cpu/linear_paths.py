@@ -44,7 +44,6 @@ def fuse_layers(program: Program) -> Program:
     for op in program.ops:
         for value in op.reads:
             readers[value].append(op)
-    # by what they write
     layers: dict[object, Op] = {}
     ops: list[Op] = []
     for op in program.ops:
@@ -134,7 +133,6 @@ Clock: TypeAlias = Callable[[], float]
 PLAIN = "linear"
 PACKED = "linear_packed"
 PANELS = "linear_panels"
-# Products of groups, with weights as they are and in panels.
 GROUPS, GROUP_PANELS = "linear_groups", "linear_groups_panels"
 
 

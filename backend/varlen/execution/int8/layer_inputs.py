@@ -22,7 +22,7 @@ from varlen.execution.int8.quantization import (
     linear_weights,
     product_of,
 )
-from varlen.execution.int8.rounding import TOGETHER, rounded_codes
+from varlen.execution.int8.rounding import TOGETHER, rounded_codes, stored_codes
 from varlen.program.program import Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS
@@ -98,7 +98,8 @@ class _Layer:
                 gram[last:, first:last] = gram[first:last, last:].t()
         # the columns with the largest values
         outliers = self._largest.topk(OUTLIERS).indices.sort().values
-        chosen = rounded_codes(self._weight, outliers, self._grams, bits)
+        chosen = stored_codes(self._weight, outliers, bits)
+        chosen = chosen or rounded_codes(self._weight, outliers, self._grams, bits)
         self._grams = []
         product = product_of(bits)
         operand = product.quantize(self._weight, self._bias, outliers, chosen)

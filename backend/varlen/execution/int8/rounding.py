@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from varlen.execution.int8.quantization import WeightBits
-from varlen_kernels.reference.linear_int8 import WeightCodes, largest_code, nearest_codes
+from varlen_kernels.reference.linear_int8 import (
+    SMALLEST_SCALE,
+    WeightCodes,
+    largest_code,
+    nearest_codes,
+)
 
 # Columns of the input whose errors are corrected together, which bounds the memory: about half a GB.
 TOGETHER = 4096
@@ -24,6 +29,11 @@ _BLOCK = 64
 _FEATURES = 4096
 # Candidates for the scale of codes of 4 bits, by the scale of the nearest codes: smaller ones cut the largest weights.
 _SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+
+# The difference of a widened weight from a scale times its code, by the largest weight: a few roundings of fp32.
+_ROUNDINGS = 2.0**-21
+# Columns of the input by which most other weights are told.
+_SAMPLE = 64
 
 
 def rounded_codes(
@@ -53,6 +63,35 @@ def rounded_codes(
             for part in _features(weight):
                 codes[columns, part] = _codes(weight[columns, part], scale[part], feedback, bits)
     return WeightCodes(scale, codes)
+
+
+def stored_codes(weight: Tensor, outliers: Tensor, bits: WeightBits = 8) -> WeightCodes | None:
+    """Return the codes that a weight was widened from; None for other weights.
+
+    A quantized checkpoint with a scale for each output and no zero points has them: each feature is a scale times whole
+    numbers, and the largest number uses all bits, or nearly all.
+
+    Args:
+        weight: `[hidden, features]` fp32.
+        outliers: `[OUTLIERS]` int64, columns of the input that get code 0.
+    """
+    most, largest = largest_code(bits), weight.abs().amax(0).clamp_min(SMALLEST_SCALE)
+    candidates = torch.stack([largest / code for code in (most + 1, most, most - 1)])
+    # a part tells at once that most weights are none
+    some = weight[:_SAMPLE]
+    differences = [((some / each).round_() * each - some).abs().amax(0) for each in candidates]
+    difference, best = torch.stack(differences).min(0)
+    if (difference > _ROUNDINGS * largest).any():
+        return None
+    scale = candidates.gather(0, best[None])[0]
+    codes = torch.empty_like(weight, dtype=torch.int8)
+    for part in _features(weight):
+        found = (weight[:, part] / scale[part]).round_()
+        lost = (found * scale[part] - weight[:, part]).abs_()
+        if found.max() > most or (lost > _ROUNDINGS * largest[part]).any():
+            return None
+        codes[:, part] = found.to(torch.int8)
+    return WeightCodes(scale, codes.index_fill_(0, outliers, 0))
 
 
 def _features(weight: Tensor) -> Iterator[slice]:

@@ -30,7 +30,6 @@ from varlen.processes import start_module
 
 _log = logging.getLogger(__name__)
 
-# Module that the process runs.
 CHILD = "varlen.execution.workers.child"
 # Argument of a process that another one leads.
 MEMBER = "member"

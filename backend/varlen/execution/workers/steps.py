@@ -43,7 +43,6 @@ from varlen.telemetry.metrics import CountedMetric, Stats
 
 # Bytes of a step that is sent while another one runs: far below what a socket holds, which would have to wait.
 _QUEUED_BYTES = 1 << 16
-# Restarts that are allowed, and the seconds in which they are counted.
 _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 

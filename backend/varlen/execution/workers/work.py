@@ -32,7 +32,6 @@ from varlen.request.request import Int32Array, Prompt, RequestOptions
 
 _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
-# Prompts and options.
 _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from varlen.program.program import Attribute, Operand, Value
     from varlen.program.recorder import Recorder
 
-# Names of the two directions of an LSTM.
 _DIRECTIONS = ("", "_reverse")
 # How much wider the inner layer of a projection is.
 _INNER = 4

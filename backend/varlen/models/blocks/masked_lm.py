@@ -11,7 +11,7 @@ from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTabl
 from varlen.request.request import MAX_TOP_K
 
 if TYPE_CHECKING:
-    from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
+    from varlen.models.checkpoint.family import MaskedLMLayout
     from varlen.models.checkpoint.vector_layers import SpladeConfig
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder

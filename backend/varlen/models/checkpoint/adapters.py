@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # Fields of config.json that say which adapters there are.
 NAMES = "lora_adaptations"
 FIELDS = frozenset({NAMES, "lora_alpha", "lora_rank"})
-# The value of the setting `adapter` for none.
 NO_ADAPTER = "none"
 _MARK = ".parametrizations.weight.0."
 

@@ -17,7 +17,6 @@ _REFUSED_FIELDS = frozenset({"position_embedding_type"})
 _FILE = "config.json"
 # The end of a refusal that the owner of a checkpoint can override.
 REMEDY = " (the setting ignore_config_fields leaves it out)"
-# Names of the features of a token.
 _HIDDEN_SIZES = ("hidden_size", "d_model", "n_embd", "dim")
 # Fields that say that weights are quantized; the last one is of MLX.
 _QUANTIZATION_FIELDS = (*FIELDS, "quantization")

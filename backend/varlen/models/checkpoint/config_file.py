@@ -13,7 +13,6 @@ from varlen_kernels import Activation
 Json: TypeAlias = dict[str, Any]
 _Choice = TypeVar("_Choice")
 
-# Activations by their names in config.json.
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

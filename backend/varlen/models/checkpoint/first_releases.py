@@ -69,9 +69,7 @@ _NOMIC_MOE_FIXED: Mapping[str, object] = {
     "qkv_proj_bias": True,
 }
 _NOMIC_EXPERTS = ("moe_every_n_layers", "moe_top_k", "num_experts")
-# Names of its feed-forward parts with a gate, and the activation of that gate.
 _NOMIC_GATES = {"swiglu": "silu", "geglu": "gelu"}
-# Activations of parts without a gate.
 _NOMIC_PLAIN = {"gelu": "gelu"}
 # Its code rounds the features between the two linear layers of a part with a gate up.
 _NOMIC_INNER_MULTIPLE = 256

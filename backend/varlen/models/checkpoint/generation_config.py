@@ -22,7 +22,6 @@ REQUEST_FIELDS = frozenset(
     " num_beams num_beam_groups early_stopping length_penalty diversity_penalty typical_p top_h epsilon_cutoff"
     " eta_cutoff penalty_alpha low_memory dola_layers".split()
 )
-# Fields that change no token.
 HARMLESS_FIELDS = frozenset(
     # token ids; the last three are for models with an encoder, or for padding
     "bos_token_id eos_token_id pad_token_id decoder_start_token_id"

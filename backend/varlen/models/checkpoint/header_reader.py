@@ -24,7 +24,6 @@ class HeaderReader(LayerReader):
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
         self._read: set[str] = set()
-        # names of the linear layers
         self._linears: set[str] = set()
 
     def __contains__(self, name: object) -> bool:

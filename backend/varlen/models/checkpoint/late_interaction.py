@@ -23,10 +23,8 @@ from varlen.models.checkpoint.config_file import (
 
 MODEL_TYPE = "MultiVectorEncoder"
 _PYLATE_TYPE = "ColBERT"
-# The architecture of the first release.
 STANFORD_ARCHITECTURE = "HF_ColBERT"
 
-# Fields of sentence_bert_config.json.
 TRANSFORMER_FIELDS = frozenset({"query_length", "document_length", "query_expansion"})
 # Fields of PyLate in config_sentence_transformers.json.
 PYLATE_FIELDS = frozenset(

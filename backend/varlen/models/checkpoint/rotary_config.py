@@ -7,7 +7,7 @@ Kinds of attention layers, each with positions of its own, have the names of tra
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -21,6 +21,7 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
+from varlen.models.checkpoint.kind_fields import is_causal
 
 # Fields of each variant beside its type and rope_theta.
 _FIELDS_OF_TYPE = {
@@ -318,6 +319,26 @@ def read_kinds(
             f"config.json has layer_types {show(given)}; allowed: {layers} names, each of {', '.join(_KINDS)}"
         )
     return tuple(given)
+
+
+def read_windows(
+    config: Json, kinds: Sequence[LayerKind], positions: int, *, has_both_sides: bool = False
+) -> tuple[int, ...]:
+    """Return the window of each layer; 0 where it holds every served sequence.
+
+    Args:
+        has_both_sides: whether the window of config.json has both sides.
+    """
+    if "sliding_attention" not in kinds:
+        return (0,) * len(kinds)
+    window = read_int(config, "sliding_window", default=4096)
+    if has_both_sides:
+        window = window // 2 + 1
+    if not is_causal(config):
+        # the masks of transformers then include the distance itself
+        window += 1
+    window = 0 if window >= positions else window
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def read_rotary_of_kinds(

@@ -107,7 +107,6 @@ def _parts(component: Any, key: str) -> Iterator[Json]:
 
 
 _CHAT_TEMPLATE = "chat_template.jinja"
-# Folder of templates with names.
 MORE_TEMPLATES = "additional_chat_templates"
 DEFAULT_TEMPLATE = "default"
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())

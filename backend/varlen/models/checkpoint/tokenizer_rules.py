@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import Json, show
 
-# Parts of tokenizer.json that have patterns.
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_CHARACTERS = 10_000
 _MOST_DEPTH = 20

@@ -21,7 +21,6 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 
-# Fields that are read.
 READ_FIELDS = frozenset(
     # token ids
     "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id"

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from tests.backend.models.paged import record_step
+from tests.quantized import save_quantized
 from varlen.execution.int8 import layer_inputs, rounding
 from varlen.execution.int8.layer_inputs import calibrate_layers
-from varlen.execution.int8.rounding import rounded_codes
+from varlen.execution.int8.quantization import linear_weights
+from varlen.execution.int8.rounding import rounded_codes, stored_codes
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, WeightCodes, nearest_codes
@@ -233,3 +236,49 @@ def test_inputs_that_are_not_finite_leave_the_nearest_codes(numbers, bits):
     chosen = rounded_codes(weight, outliers, [torch.full((20, 20), torch.nan)], bits)
 
     assert torch.equal(chosen.codes, nearest_codes(weight, outliers, bits).codes)
+
+
+@pytest.mark.parametrize("bits, most", [(8, 127), (4, 7)])
+def test_a_weight_that_was_widened_keeps_its_codes(numbers, bits, most):
+    codes = torch.randint(-most, most + 1, (150, 9), generator=numbers)
+    codes[100] = most
+    # the largest code of the second feature is the lowest one; the third feature has none
+    codes[100, 1], codes[:, 2] = -most - 1, 0
+    scale = torch.rand(9, generator=numbers) + 0.01
+    outliers = torch.arange(3, 3 + OUTLIERS)
+
+    found = stored_codes(codes * scale, outliers, bits)
+
+    assert torch.equal(found.codes, codes.index_fill(0, outliers, 0).to(torch.int8))
+    kept = [0, 1, *range(3, 9)]
+    torch.testing.assert_close(found.scale[kept], scale[kept], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_other_weights_have_no_stored_codes(numbers, bits):
+    outliers = torch.arange(OUTLIERS)
+    weight = torch.randn(150, 9, generator=numbers)
+    assert stored_codes(weight, outliers, bits) is None
+
+    codes = torch.randint(-7, 8, (150, 9), generator=numbers).float()
+    codes[140] = 7.0
+    # beyond the part that is looked at first
+    codes[120, 3] = 1.3
+    assert stored_codes(codes, outliers, bits) is None
+
+
+@pytest.mark.parametrize(
+    "form, bits", [("int8", 8), ("llm-int8", 8), ("packed-8", 8), ("packed-4-channel", 4)]
+)
+def test_layers_of_a_quantized_checkpoint_keep_their_codes(tmp_path, form, bits):
+    save_quantized(tmp_path, form)
+    program, _, _ = record_step(tmp_path, 8, 4, torch.float32)
+    outliers = torch.arange(OUTLIERS)
+
+    found = [
+        stored_codes(weight, outliers, bits) is not None
+        for weight, _ in linear_weights([program]).values()
+    ]
+
+    # the output layer stays as it is
+    assert found == [*[True] * (len(found) - 1), False]
