@@ -34,6 +34,8 @@ _LONGEST_TARGET = 32
 _TOGETHER = 48
 # Logits that are held at a time, of each of both models: 64 MiB.
 _MOST_LOGITS = 2**24
+# Logits of a batch that calibrates: 1 GiB.
+_MOST_SEEN_LOGITS = 2**28
 # Tokens of a block; blocks of a text, and of its source.
 _BLOCK_TOKENS = 16
 _BLOCKS = _LONGEST // _BLOCK_TOKENS
@@ -58,7 +60,8 @@ class CalibratedDecoder:
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
-        self.most_texts, self.seen_tokens = _TOGETHER, _LONGEST * _TOGETHER
+        self.most_texts = _TOGETHER
+        self.seen_tokens = min(_LONGEST * _TOGETHER, _MOST_SEEN_LOGITS // checkpoint.vocab_size)
         self.measured_tokens = _MOST_LOGITS // checkpoint.vocab_size
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
