@@ -599,8 +599,8 @@ def _settings(
     }
 
 
-def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, int]:
-    """Return the tile of a program."""
+def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, Any]:
+    """Return the tile of a program and how it is compiled."""
     most = next(each for each in _ROWS if each >= rows)
     on_cores = most <= _CORE_ROWS.value
     # a start of a program takes longer than 4 features of a small model
@@ -618,4 +618,5 @@ def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, int]:
         "BLOCK": block,
         "num_warps": 4,
         "num_stages": 1 if on_cores else _STAGES,
+        "enable_fp_fusion": True,
     }

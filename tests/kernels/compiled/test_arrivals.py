@@ -16,6 +16,8 @@ CALLS = [
     CompiledCall("attention_paged", "", DECODE | {"heads": 12, "kv_heads": 12, "head_dim": 64}),
     CompiledCall("attention_paged", "", DECODE | {"heads": 32, "kv_heads": 8, "head_dim": 128}),
     CompiledCall("sample_tokens", "", {"lengths": [16] * 4, "vocabulary": 50257}),
+    CompiledCall("norm_next_tokens", "", {"lengths": [1] * 4, "vocabulary": 50257}),
+    CompiledCall("norm_next_tokens", "", {"lengths": [1] * 16, "vocabulary": 50257}),
 ]
 # The stores of all threads come before a barrier, one thread adds after a fence and then drops its L1 cache, and the
 # others read after one more barrier. PTX ISA, "Memory Consistency Model": barriers and fences are cumulative.
