@@ -233,6 +233,7 @@ def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MEASURED)
 def test_nodes_of_the_graph_of_a_decode_step(gpu: FakeCuda, tmp_path: Path, name: str) -> None:
     kind, sizes, field, layers = MEASURED[name]
@@ -422,6 +423,7 @@ def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Pat
     runner.close()
 
 
+@pytest.mark.full
 def test_graphs_stay_valid_where_memory_is_released_and_mapped_again(
     gpu: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
