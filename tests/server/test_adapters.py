@@ -26,10 +26,11 @@ def check_metrics(server, names):
     def exported():
         page = metrics(server, "adapted")
         counts = (page[f"varlen_adapter_requests_total {name}"] for name in {*names} - {""})
-        return sum(counts) >= len(names) - names.count("")
+        loads = (page[f"varlen_adapter_loads_total {name}"] for name in {*names} - {""})
+        return sum(counts) >= len(names) - names.count("") and all(loads)
 
-    # twice a second
-    wait_until(exported, "all requests are on the page")
+    # twice a second; the last load may come after the request that needed it
+    wait_until(exported, "all requests and loads are on the page")
     found = metrics(server, "adapted")
     per_adapter = {key for key in found if key.startswith("varlen_adapter_")}
     assert {key.rpartition(" ")[2] for key in per_adapter} == {*names} - {""}

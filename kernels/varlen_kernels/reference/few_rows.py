@@ -9,6 +9,7 @@ from varlen_kernels import Activation
 from varlen_kernels.reference.linear_layers import activate, activate_gate, linear
 from varlen_kernels.reference.norm import layer_norm, rms_norm
 from varlen_kernels.reference.paged import append_kv
+from varlen_kernels.reference.torch_parts import at_least_fp32
 
 __all__ = ["linear_residual", "norm_append_kv", "norm_linear", "norm_next_tokens"]
 
@@ -139,7 +140,7 @@ def norm_next_tokens(
         bias: `[vocabulary]`.
         eps: added to the mean square or the variance.
     """
-    logits = linear(_normed(x[rows], norm, eps), weight, bias).float()
+    logits = at_least_fp32(linear(_normed(x[rows], norm, eps), weight, bias))
     if out is None:
         return logits, logits.argmax(1).int()
     out[1].copy_(logits.argmax(1))
