@@ -139,7 +139,7 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of 5-500 tokens.")] = 96
     queries: Annotated[int, typer.Option(min=1, help="Short queries.")] = 512
     pairs: Annotated[
-        int, typer.Option(min=1, help="Sequences of 60-250 tokens, as a request to a reranker has.")
+        int, typer.Option(min=0, help="Sequences of 60-250 tokens, as a request to a reranker has.")
     ] = 100
     grid: Annotated[
         bool,
@@ -170,7 +170,7 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
         self.workloads = [
             uniform_workload(self.model, self.sequences, self.seed),
             short_workload(self.model, self.queries, self.seed),
-            rerank_workload(self.model, self.pairs, self.seed),
+            *([rerank_workload(self.model, self.pairs, self.seed)] if self.pairs else []),
         ]
         if self.quick:
             self.workloads = [each.with_fewer_sizes() for each in self.workloads]

@@ -70,6 +70,7 @@ class OutputsSubject(EncoderSubject):
     ] = Path("m3-small")
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of 5-500 tokens.")] = 24
     queries: Annotated[int, typer.Option(min=1, help="Short queries.")] = 128
+    pairs: Annotated[int, typer.Option(min=0, help="Sequences of 60-250 tokens.")] = 0
 
     def prepare(self) -> None:
         """Choose systems, and make the workloads of each set of outputs."""
