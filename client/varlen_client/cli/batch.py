@@ -35,6 +35,8 @@ _ATTEMPTS = 8
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 # All batch jobs are one tenant beside the gateway's, so that a job does not take the share of others.
 _KEY = "varlen batch"
+# Beginning of each line of the output.
+_BEGINNING = b'{"id": "batch_req_'
 # Most characters of a name of a request that an error shows.
 _SHOWN = 64
 
@@ -70,7 +72,7 @@ def batch(
     """Answer the requests of a file; a later run goes on.
 
     The output has the lines of OpenAI's Batch API in the order of the answers. A request that failed for a while (busy,
-    too late) is sent again, up to 8 times; one that still fails, and one that is refused, has its error in its line. A
+    too late) is sent up to 8 times; one that still fails, and one that is refused, has its error in its line. A
     later run of the same command sends only what has no final answer. All jobs are one tenant of the server.
     """
     settings = checked_settings(
@@ -84,17 +86,14 @@ def batch(
     names = [request.custom_id for request in _requests(file, settings.max_body_bytes)]
     check_output(output, force=True)
     done = _keep_final(output, frozenset(names))
-    left = [name for name in names if name not in done]
+    left = len(names) - len(done)
     if done:
         print_message(f"{len(done)} of {len(names)} requests are answered in {output}")
     if not left:
         return
     failed = 0
     try:
-        with (
-            output.open("ab", buffering=0) as stream,
-            show_progress("answering", len(left)) as report,
-        ):
+        with output.open("ab") as stream, show_progress("answering", left) as report:
             wanted = (
                 r for r in _requests(file, settings.max_body_bytes) if r.custom_id not in done
             )
@@ -103,7 +102,7 @@ def batch(
         fail(f"cannot write {output}: {error.strerror}")
     except KeyboardInterrupt:
         fail(f"interrupted; what was answered is in {output}: run the same command to go on")
-    print_message(f"answered {len(left) - failed} of {len(left)} requests in {output}")
+    print_message(f"answered {left - failed} of {left} requests in {output}")
     if failed:
         fail(f"{failed} requests failed; their lines in {output} have the reasons")
 
@@ -127,6 +126,8 @@ async def _answer_all(
         for request in requests:
             status, body = await _answer(app, request)
             stream.write(_line(request.custom_id, status, body))
+            # it outlives a kill of this process
+            stream.flush()
             answered, failed = answered + 1, failed + (status != 200)
             report(answered)
 
@@ -190,7 +191,8 @@ def _line(custom_id: str, status: int, body: bytes) -> bytes:
     number = uuid.uuid4().hex
     response = {"status_code": status, "request_id": number, "body": json.loads(body)}
     line = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response}
-    return json.dumps({**line, "error": None}, ensure_ascii=False).encode() + b"\n"
+    # ASCII: a name may hold half of a character
+    return json.dumps({**line, "error": None}).encode() + b"\n"
 
 
 def _requests(file: Path, max_body_bytes: int) -> Iterator[BatchRequest]:
@@ -245,7 +247,10 @@ def _request(line: bytes, paths: set[str], max_body_bytes: int) -> BatchRequest:
         "the body asks for a stream; answers in a file are whole: leave stream out",
         holds=not body.get("stream"),
     )
-    content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
+    try:
+        content = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
     _check(
         f"the body has {len(content)} bytes; allowed: {max_body_bytes}",
         holds=len(content) <= max_body_bytes,
@@ -261,7 +266,8 @@ def _check(message: str, *, holds: bool) -> None:
 def _keep_final(output: Path, names: frozenset[str]) -> set[str]:
     """Keep the final answers of an output; return the names of their requests.
 
-    A part of a line, and a failure that may succeed now, leave the file. It is replaced at once or not at all.
+    A last line that was written in part, and a failure that may succeed now, leave the file. It is replaced at once or
+    not at all.
     """
     if not output.exists():
         return set()
@@ -270,14 +276,16 @@ def _keep_final(output: Path, names: frozenset[str]) -> set[str]:
     try:
         with output.open("rb") as lines, part.open("xb") as kept:
             for line in lines:
+                is_ours = line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+                if is_ours and not line.endswith(b"\n"):
+                    continue
                 try:
                     read = json.loads(line)
                     name, status = read["custom_id"], read["response"]["status_code"]
+                    is_asked = name in names
                 except (ValueError, KeyError, TypeError, RecursionError):
-                    if line.endswith(b"\n"):
-                        usage_error(f"{output} is no output of a batch; give another name")
-                    continue
-                if name not in names:
+                    usage_error(f"{output} is no output of a batch; give another name")
+                if not is_asked:
                     usage_error(f"{output} answers {str(name)[:_SHOWN]!r}, which the input has not")
                 if status not in _TRANSIENT and name not in done:
                     done.add(name)

@@ -167,6 +167,9 @@ def test_an_output_of_something_else_is_kept(tmp_path, calls):
     output = tmp_path / "out.jsonl"
     for text, message in [
         ("a report\n", "no output of a batch"),
+        ("a report", "no output of a batch"),
+        ('{"id": 1, "custom_id": "a"}', "no output of a batch"),
+        ('{"custom_id": [], "response": {"status_code": 200}}\n', "no output of a batch"),
         (json.dumps({"custom_id": "x", "response": {"status_code": 200}}) + "\n", "answers 'x'"),
     ]:
         output.write_text(text)
@@ -176,6 +179,16 @@ def test_an_output_of_something_else_is_kept(tmp_path, calls):
         assert result.exit_code == 2
         assert message in result.stderr
         assert output.read_text() == text
+
+
+def test_a_name_of_half_a_character_is_answered(tmp_path, calls):
+    output = tmp_path / "out.jsonl"
+
+    result = run("batch", write(tmp_path, request("\ud800")), "--output", output)
+
+    assert result.exit_code == 1
+    # the same text is what the request embeds
+    assert answers(output)["\ud800"][0] == 400
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])

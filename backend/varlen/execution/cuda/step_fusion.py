@@ -25,7 +25,7 @@ _FEATURES = 4096
 
 
 class _Norm(NamedTuple):
-    """A norm as it was recorded: what it reads, and with what."""
+    """A recorded norm: its input and its parameters."""
 
     x: Value
     weight: Tensor
