@@ -12,7 +12,9 @@ from varlen.errors import ConfigError
 from varlen.parameter import FLAG, parameter_field, parameters_of, unknown_parameter
 from varlen.tasks import FURTHER_TASKS, ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
-DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
+DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+# Those whose weights are codes.
+CODED: tuple[DType, ...] = ("int8", "int4", "fp8")
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
@@ -80,10 +82,12 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
-        " in fp32. int4 has weights of 4 bits, for models that generate.",
-        when="Set `int8` for the highest throughput on a CPU, `int4` for the shortest steps of few sequences and the"
-        " least memory, `fp32` to compare answers with another system's.",
+        " and fp32 on a CPU. With int8 on a CPU linear layers run in int8, the rest in fp32; int4 needs a CPU and has"
+        " weights of 4 bits, for models that generate. On a GPU int8 and fp8 (e4m3) are the codes of the weights of"
+        " linear layers, and the rest runs as with `auto`. fp16 and fp8 need a GPU.",
+        when="Set `int8` for the highest throughput on a CPU and for short steps and half of the memory on a GPU,"
+        " `int4` for the shortest steps of few sequences and the least memory, `fp32` to compare answers with another"
+        " system's.",
         choices=get_args(DType),
     )
     threads: int = parameter_field(
@@ -99,7 +103,7 @@ class EngineConfig:
         1,
         "Ranks, processes that hold the model together: each has a part of every layer, and an equal part of the cores,"
         " or a GPU of its own. One request at a time is answered sooner, or a model fits that is too large for one"
-        " process or GPU. Needs a server, and no dtype of int8 or int4.",
+        " process or GPU. Needs a server, and no dtype of int8, int4 or fp8.",
         when="Set it for one long answer at a time on a CPU with several cores, or for a model that is too large for"
         " one GPU. For more requests, add replicas.",
         lowest=1,
@@ -468,12 +472,12 @@ class EngineConfig:
 
     def _pair_problems(self) -> Iterator[str]:
         """Yield what settings that are allowed alone exclude together."""
-        if self.tensor_parallel > 1 and self.dtype in ("int8", "int4"):
+        if self.tensor_parallel > 1 and self.dtype in CODED:
             yield (
                 f'dtype is "{self.dtype}", whose rows have to be whole, and tensor_parallel is'
                 f" {self.tensor_parallel}; allowed with ranks: auto, fp32, bf16"
             )
-        if self.pipeline_parallel > 1 and self.dtype in ("int8", "int4"):
+        if self.pipeline_parallel > 1 and self.dtype in CODED:
             yield (
                 f'dtype is "{self.dtype}", whose scales need the whole model, and pipeline_parallel is'
                 f" {self.pipeline_parallel}; allowed with stages: auto, fp32, bf16"

@@ -11,7 +11,7 @@ import torch
 from varlen_kernels.reference.every_op import *
 
 # isort: split
-from varlen_kernels.triton.activation import activate, activate_gate, linear_activate
+from varlen_kernels.triton.activation import activate, activate_gate
 from varlen_kernels.triton.append_kv import append_kv, copy_blocks
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.attention_tiles import attention_tiles
@@ -20,6 +20,8 @@ from varlen_kernels.triton.beam import beam_step
 from varlen_kernels.triton.beam_search import advance_searches, follow_beams
 from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.few_rows import (
+    linear,
+    linear_activate,
     linear_residual,
     norm_append_kv,
     norm_linear,

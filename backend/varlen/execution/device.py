@@ -23,7 +23,7 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
-from varlen.config import Device, DType, EngineConfig
+from varlen.config import CODED, Device, DType, EngineConfig
 from varlen.errors import ConfigError
 from varlen.memory.arena import memory_errors
 from varlen.models.checkpoint.extraction import config_name
@@ -45,9 +45,14 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    # of the activations
+    # of the activations on a CPU; on a GPU they have the dtype of `auto`
     "int8": torch.float32,
     "int4": torch.float32,
+}
+# Dtypes of each device.
+_ALLOWED: Mapping[Device, tuple[DType, ...]] = {
+    "cpu": ("auto", "fp32", "bf16", "int8", "int4"),
+    "cuda": ("auto", "fp32", "fp16", "bf16", "int8", "fp8"),
 }
 
 
@@ -74,15 +79,13 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
 def check_dtype(name: DType, device: Device) -> None:
     """Raise ConfigError if the setting `device` excludes a dtype; `auto` excludes none.
 
-    A CPU has no fast arithmetic for fp16, and a GPU no linear layers in int8 or int4 here.
+    A CPU has no fast arithmetic for fp16 and fp8, and a GPU no linear layers in int4 here.
     """
-    if name == "fp16" and device == "cpu":
+    allowed = _ALLOWED.get(device, (name,))
+    if name not in allowed:
+        here, needed = ("CPU", "GPU") if device == "cpu" else ("GPU", "CPU")
         raise ConfigError(
-            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8, int4'
-        )
-    if name in ("int8", "int4") and device == "cuda":
-        raise ConfigError(
-            f'dtype is "{name}", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+            f'dtype is "{name}", which needs a {needed}; allowed on a {here}: {", ".join(allowed)}'
         )
 
 
@@ -112,15 +115,15 @@ def check_task_device(device: torch.device, task: Task) -> None:
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
-    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 it
-    is fp32, the dtype of all but linear layers.
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 on a
+    CPU it is fp32, the dtype of all but linear layers, and for int8 and fp8 on a GPU that of `auto`.
 
     Raises:
         ConfigError: see `check_dtype`.
     """
     on_cpu = device.type == "cpu"
     check_dtype(name, "cpu" if on_cpu else "cuda")
-    if name != "auto":
+    if name != "auto" and (on_cpu or name not in CODED):
         return _DTYPES[name]
     if not on_cpu:
         native = torch.cuda.get_device_capability(device) >= (8, 0)

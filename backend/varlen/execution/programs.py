@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from varlen.config import EngineConfig
+from varlen.config import CODED, EngineConfig
 from varlen.costs.store import find_cache
 from varlen.errors import ConfigError
 from varlen.execution.adapters import Adapters, find_adapters
@@ -27,8 +26,9 @@ from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
-from varlen.execution.int8.int8_model import to_int8
-from varlen.execution.int8.quantization import BITS, WeightBits, product_of
+from varlen.execution.int8.int8_model import CalibratedModel, to_int8
+from varlen.execution.int8.quantization import BITS, product_of
+from varlen.execution.int8.weight_codes import Codes, OnDevice, to_codes
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
@@ -45,6 +45,7 @@ from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
 from varlen.tasks import TASKS, Task
+from varlen_kernels import cpu
 
 # Input of a head that is a program of its own: the encoder's last hidden state of some sequences, `[tokens, hidden]`.
 HIDDEN = "hidden"
@@ -165,9 +166,17 @@ def _record(
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
     name = dtype.removeprefix("torch.")
-    if bits := BITS.get(config.dtype):
+    if loading.codes is not None:
+        on_gpu = OnDevice(kernels, loading.device)
+        programs = to_codes(model.calibrated(on_gpu), programs, loading.codes, on_gpu)
+        name = loading.codes
+    elif bits := BITS.get(config.dtype):
         cores = max(workers, torch.get_num_threads())
-        programs = model.to_int8(programs, find_cache(config.cache_folder), bits, cores)
+        layers: CalibratedModel[Any] = model.calibrated(cpu)
+        cache = find_cache(config.cache_folder)
+        # the heads of an encoder stay in fp32
+        body, rest = programs[: model.num_coded], programs[model.num_coded :]
+        programs = (*to_int8(layers, body, cache, bits, cores), *rest)
         name = config.dtype
         fields["int8"] = product_of(bits).kernel
     return LoadedPrograms(
@@ -235,6 +244,17 @@ class _Loading:
     device: torch.device
     rank: Rank
 
+    @property
+    def codes(self) -> Codes | None:
+        """Codes of weights on a GPU; None for others."""
+        is_coded = self.device.type == "cuda" and self.config.dtype in CODED
+        return cast(Codes, self.config.dtype) if is_coded else None
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Device on which weights are loaded."""
+        return self.device if self.codes is None else torch.device("cpu")
+
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
     ) -> Recorder:
@@ -249,14 +269,19 @@ class _Loading:
 
 
 class WholeSequences:
-    """An encoder, whose sequences run as a whole; or one stage."""
+    """An encoder, whose sequences run as a whole; or one stage.
+
+    Attributes:
+        num_coded: number of its programs, from the first one on, that have layers in int8.
+    """
 
     use = BATCHES
+    num_coded: int | None = 1
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading = loading
         self._encoder = load_encoder(
-            loading.checkpoint, loading.dtype, loading.device, loading.rank, stage
+            loading.checkpoint, loading.dtype, loading.weights_device, loading.rank, stage
         )
         self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size
@@ -310,7 +335,12 @@ class WholeSequences:
     def _heads(self, task: Task) -> Heads:
         loading = self._loading
         return load_heads(
-            loading.checkpoint, self._encoder, task, loading.dtype, loading.device, loading.rank
+            loading.checkpoint,
+            self._encoder,
+            task,
+            loading.dtype,
+            loading.weights_device,
+            loading.rank,
         )
 
     def _record_labels(self, heads: Heads) -> tuple[Program, ...]:
@@ -328,7 +358,7 @@ class WholeSequences:
         return (ops.finish(labels),)
 
     def _record_head(self, ops: Recorder, task: Task, hidden: Value, heads: Heads) -> Value:
-        checkpoint, device = self._loading.checkpoint, self._loading.device
+        checkpoint, device = self._loading.checkpoint, self._loading.weights_device
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
         if task == "embed" and checkpoint.rounds:
             layers = (*layers, RoundLayer())
@@ -343,18 +373,16 @@ class WholeSequences:
             pools_prompt=checkpoint.pools_prompt,
         )
 
-    def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
-    ) -> tuple[Program, ...]:
-        calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
-        body, *heads = programs
-        return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
+    def calibrated(self, kernels: object) -> CalibratedEncoder:  # noqa: ARG002
+        """Return the model as its codes are chosen and measured."""
+        return CalibratedEncoder(self._encoder, self._loading.checkpoint, self._loading.device)
 
 
 class Steps:
     """A decoder, perhaps with an encoder, whose sequences run step by step; or one stage."""
 
     use = STEPS
+    num_coded: int | None = None
     type_vocab_size = 1
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
@@ -362,7 +390,7 @@ class Steps:
         self._has_sources = loading.checkpoint.translate is not None
         load = load_encoder_decoder if self._has_sources else load_decoder
         self._model: DecoderModel | EncoderDecoderModel = load(
-            loading.checkpoint, loading.dtype, loading.device, loading.rank, stage
+            loading.checkpoint, loading.dtype, loading.weights_device, loading.rank, stage
         )
         self.vocab_size = self._model.token_table.vocab_size
 
@@ -394,12 +422,11 @@ class Steps:
         kv = replace(kv, dtype=self._loading.dtype)
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
-    def to_int8(
-        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
-    ) -> tuple[Program, ...]:
-        recorded = record_steps(self._model, CALIBRATION_KV)
-        calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
-        return to_int8(calibrated, programs, cache, bits, cores)
+    def calibrated(self, kernels: object) -> CalibratedDecoder:
+        """Return the model as its codes are chosen and measured."""
+        loading, kv = self._loading, replace(CALIBRATION_KV, dtype=self._loading.dtype)
+        recorded = record_steps(self._model, kv, loading.new_recorder)
+        return CalibratedDecoder(recorded, loading.checkpoint, loading.device, kernels)
 
 
 def record_steps(

@@ -11,7 +11,12 @@ from varlen_kernels.reference.every_op import *
 from varlen_kernels.cpu.calls.calls import compiled_form
 from varlen_kernels.cpu.choices import beam_step
 from varlen_kernels.cpu.int8_torch import linear_int8, linear_int8_packed
-from varlen_kernels.cpu.products import linear, linear_activate, linear_packed, linear_widened
+from varlen_kernels.cpu.products import (  # type: ignore[assignment]  # no codes on a CPU
+    linear,
+    linear_activate,
+    linear_packed,
+    linear_widened,
+)
 from varlen_kernels.op_table import OPS
 
 # layouts of weights that only compiled code reads

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import Activation
-from varlen_kernels.reference.linear_layers import activate, activate_gate, linear
+from varlen_kernels.reference.linear_layers import (
+    LinearWeight,
+    activate,
+    activate_gate,
+    linear,
+)
 from varlen_kernels.reference.norm import layer_norm, rms_norm
 from varlen_kernels.reference.paged import append_kv
 from varlen_kernels.reference.torch_parts import at_least_fp32
@@ -34,7 +39,7 @@ class FoldedNorm(NamedTuple):
 
 def norm_append_kv(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     slots: Tensor,
@@ -75,7 +80,12 @@ def norm_append_kv(
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, out: Tensor | None = None
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight + bias + residual, `[tokens, features]`.
 
@@ -90,7 +100,7 @@ def linear_residual(
 
 def norm_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     *,
@@ -119,7 +129,7 @@ def norm_linear(
 def norm_next_tokens(
     x: Tensor,
     rows: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     *,

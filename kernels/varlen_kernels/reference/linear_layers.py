@@ -1,5 +1,7 @@
 """Linear layers and activations in plain torch."""
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
@@ -8,9 +10,39 @@ from varlen_kernels import Activation
 
 __all__ = ["activate", "activate_gate", "linear", "linear_activate", "tanh"]
 
+# Dtypes of the codes of a weight.
+CODES = torch.int8, torch.float8_e4m3fn
+
+
+class CodedWeight(NamedTuple):
+    """A weight with codes of 8 bits, `codes · scale`; only GPUs have kernels for it.
+
+    Attributes:
+        codes: `[hidden, features]`, a dtype of `CODES`; the transpose of a contiguous tensor.
+        scale: `[features]` fp32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+        return self.codes.shape
+
+
+LinearWeight: TypeAlias = Tensor | CodedWeight
+
+
+def widened(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    """Return a weight as numbers, `[hidden, features]`; codes become `dtype`."""
+    if isinstance(weight, Tensor):
+        return weight
+    return (weight.codes.to(weight.scale.dtype) * weight.scale).to(dtype)
+
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return x @ weight + bias, `[tokens, features]`.
 
@@ -20,6 +52,7 @@ def linear(
             by torch's `[features, hidden]` (docs/decisions/0002-weights-in-out.md).
         bias: `[features]`.
     """
+    weight = widened(weight, x.dtype)
     if bias is None:
         return torch.mm(x, weight, out=out)
     return torch.addmm(bias, x, weight, out=out)
@@ -48,7 +81,7 @@ def activate(
 
 def linear_activate(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None = None,
     *,
     kind: Activation,

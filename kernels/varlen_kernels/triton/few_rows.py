@@ -8,6 +8,9 @@ A norm is applied behind the product, which needs the weighted inputs only: the 
 from the same pass. What an epilogue combines, such as the halves that a rotation turns or a gate and its factor, are
 features of one program, side by side.
 
+Weights may be codes of 8 bits with a scale for each feature. They become numbers in registers, and the scale is applied
+behind the product. Such layers have no other kernel: with more rows, programs own parts of them too.
+
 Weights depend on no kernel before. So they are requested before the wait of a dependent launch, into registers or the
 L2 cache, and everything else after it: they arrive while the kernel before ends.
 """
@@ -18,9 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-from varlen_kernels import Activation
+from varlen_kernels import Activation, reference
 from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.linear_layers import CODES, CodedWeight, LinearWeight
+from varlen_kernels.triton import activation
 from varlen_kernels.triton.activation import activated
 from varlen_kernels.triton.arrivals import arrivals_of
 from varlen_kernels.triton.attention_checks import check_heads
@@ -30,24 +36,43 @@ from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_ke
 from varlen_kernels.triton.kv_blocks import check_caches
 
 MOST_ROWS = 64
-# Rows of a program: the first number that is not less than the rows of the step.
-_ROWS = (1, 4, 16, 64)
-# Most rows on CUDA cores.
-_CORE_ROWS = tl.constexpr(4)
+# Rows of a program: the first number that is not less than the rows of the step; more rows are several programs.
+# One row of numbers runs on CUDA cores, all else on tensor cores.
+_ROWS = (1, 16, 64, 128)
+_FEW = tl.constexpr(MOST_ROWS)
 # Bytes of a tile of weights on CUDA cores, by rows of a program; on tensor cores weights of 16 bits of each feature.
-_TILES = {1: 16384, 4: 4096, 16: 256, 64: 128}
+_TILES = {1: 16384, 16: 256, 64: 128, 128: 64}
 # Most bytes of the weights of a feature in a tile.
 _WIDEST = 2048
 # Programs that fill a large GPU. Programs own fewer features where that leaves some idle.
 _PROGRAMS = 256
+# Features of a program of more than 64 rows: the first number that leaves enough programs, else the last one.
+_MANY_ROWS_FEATURES = (128, 32)
 # Tiles that are in flight on tensor cores.
 _STAGES = 3
 # Bytes of a line of the L2 cache, and tiles whose lines are requested before the wait.
 _LINE, _REQUESTED = tl.constexpr(128), tl.constexpr(4)
 # What a norm subtracts and divides by.
 _NONE, _RMS, _LAYER = (tl.constexpr(each) for each in range(3))
+# What a number of fp8 with the bits of its exponent in place of those of fp32 is multiplied by.
+_BIAS = tl.constexpr(2.0**120)
+# Compute capability from which GPUs convert fp8.
+_FP8_ARCH = 89
 # Above the keys of all logits, so that the order of a token is not negative.
 _LIFT = tl.constexpr(2**31)
+
+
+@triton.jit
+def _widened(weight):
+    """Return fp8 (e4m3) or its bytes as numbers in fp32; other weights as they are."""
+    if weight.dtype == tl.uint8:
+        # the sign to the top, exponent and mantissa below the upper bits of an exponent
+        bits = (weight.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
+        weight = bits.to(tl.float32, bitcast=True) * _BIAS
+    elif weight.dtype == tl.float8e4nv:
+        # a conversion to bf16 at once is a slower instruction
+        weight = weight.to(tl.float32)
+    return weight
 
 
 @triton.jit
@@ -67,13 +92,14 @@ def _request(
     # int64: features * HIDDEN may pass 2**31
     weight_ptr += tl.where(is_feature, feature, 0).to(tl.int64) * HIDDEN
     tile = is_feature
-    if ROWS <= _CORE_ROWS:
+    if ROWS == 1:
         col = tl.arange(0, BLOCK)[None, :]
         inside = is_feature[:, None] & (col < HIDDEN)
         tile = tl.load(weight_ptr[:, None] + col, mask=inside, other=0.0)
     elif DEPENDENT:
         ITEM: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        line = tl.arange(0, _REQUESTED * BLOCK * ITEM // _LINE) * (_LINE // ITEM)
+        LINES: tl.constexpr = max(_REQUESTED * BLOCK * ITEM // _LINE, 1)
+        line = tl.arange(0, LINES) * (_LINE // ITEM)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -91,6 +117,7 @@ def _product(
     requested,  # result of `_request`
     row_ptr,  # [ROWS] pointers to rows of [HIDDEN]
     is_row,  # [ROWS]
+    scale_ptr,  # [features] fp32, read if IS_CODED
     gain_ptr,  # [HIDDEN], read if NORM
     sums_ptr,  # [features] fp32, read if NORM is _LAYER
     shift_ptr,  # [features], read if HAS_SHIFT
@@ -98,6 +125,7 @@ def _product(
     is_feature,  # [FEATURES]
     eps,
     HIDDEN: tl.constexpr,
+    IS_CODED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -113,7 +141,7 @@ def _product(
     # of x and of its squares
     total = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    if ROWS <= _CORE_ROWS:
+    if ROWS == 1:
         for first in range(0, HIDDEN, BLOCK):
             inside = first + col < HIDDEN
             at = row_ptr[:, None] + (first + col)[None, :]
@@ -141,7 +169,10 @@ def _product(
                 total += tl.sum(exact, axis=0)
                 squares += tl.sum(exact * exact, axis=0)
                 x = (exact * gain[:, None]).to(x.dtype)
+            weight = _widened(weight).to(x.dtype)
             product = tl.dot(weight, x, product, input_precision="ieee")
+    if IS_CODED:
+        product *= tl.load(scale_ptr + feature, mask=is_feature, other=0.0)[:, None]
     if NORM == _RMS:
         product *= tl.rsqrt(squares / HIDDEN + eps)[None, :]
     if NORM == _LAYER:
@@ -166,6 +197,7 @@ def _pairs(product, FEATURES: tl.constexpr, ROWS: tl.constexpr):
 def _linear_kernel(
     x_ptr,  # [rows, HIDDEN]
     weight_ptr,  # [OUT, HIDDEN], [2 * OUT, HIDDEN] if IS_GATED
+    scale_ptr,  # features of the weight, fp32, read if IS_CODED
     gain_ptr,  # [HIDDEN], read if NORM
     sums_ptr,  # features of the weight, fp32, read if NORM is _LAYER
     shift_ptr,  # features of the weight, read if HAS_SHIFT
@@ -181,6 +213,7 @@ def _linear_kernel(
     IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HIDDEN: tl.constexpr,
+    IS_CODED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -190,7 +223,16 @@ def _linear_kernel(
 ):
     """Compute FEATURES features of a linear layer; gates lie beside what they multiply."""
     SIDES: tl.constexpr = 2 if IS_GATED else 1
-    place = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    part = tl.program_id(0)
+    if ROWS > _FEW:
+        # neighbours read the same weights, for other rows; int64: rows * X_STRIDE may pass 2**31
+        part = tl.program_id(1)
+        before = tl.program_id(0).to(tl.int64) * ROWS
+        x_ptr += before * X_STRIDE
+        residual_ptr += before * RESIDUAL_STRIDE
+        out_ptr += before * OUT_STRIDE
+        rows -= tl.program_id(0) * ROWS
+    place = part * FEATURES + tl.arange(0, FEATURES)
     row = tl.arange(0, ROWS)
     feature = place // SIDES + place % SIDES * OUT
     is_feature = place // SIDES < OUT
@@ -199,6 +241,7 @@ def _linear_kernel(
         requested,
         x_ptr + row * X_STRIDE,
         row < rows,
+        scale_ptr,
         gain_ptr,
         sums_ptr,
         shift_ptr,
@@ -206,6 +249,7 @@ def _linear_kernel(
         is_feature,
         eps,
         HIDDEN,
+        IS_CODED,
         NORM,
         HAS_SHIFT,
         ROWS,
@@ -217,7 +261,7 @@ def _linear_kernel(
         product = activated(gate, KIND) * up
     elif KIND != "":
         product = activated(product, KIND)
-    first = tl.program_id(0) * (FEATURES // SIDES)
+    first = part * (FEATURES // SIDES)
     feature = (first + tl.arange(0, FEATURES // SIDES))[:, None]
     inside = (feature < OUT) & (row < rows)[None, :]
     if HAS_RESIDUAL:
@@ -230,6 +274,7 @@ def _linear_kernel(
 def _append_kernel(
     x_ptr,  # [rows, HIDDEN]
     weight_ptr,  # [heads * HEAD_DIM, HIDDEN]
+    scale_ptr,  # features of the weight, fp32, read if IS_CODED
     gain_ptr,  # [HIDDEN]
     sums_ptr,  # [heads * HEAD_DIM] fp32, read if NORM is _LAYER
     shift_ptr,  # [heads * HEAD_DIM], read if HAS_SHIFT
@@ -250,6 +295,7 @@ def _append_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROTATES: tl.constexpr,
     HIDDEN: tl.constexpr,
+    IS_CODED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -270,6 +316,7 @@ def _append_kernel(
         requested,
         x_ptr + row * X_STRIDE,
         is_row,
+        scale_ptr,
         gain_ptr,
         sums_ptr,
         shift_ptr,
@@ -277,6 +324,7 @@ def _append_kernel(
         is_feature,
         eps,
         HIDDEN,
+        IS_CODED,
         NORM,
         HAS_SHIFT,
         ROWS,
@@ -316,6 +364,7 @@ def _next_tokens_kernel(
     x_ptr,  # [tokens, HIDDEN]
     rows_ptr,  # [rows]
     weight_ptr,  # [VOCABULARY, HIDDEN]
+    scale_ptr,  # features of the weight, fp32, read if IS_CODED
     gain_ptr,  # [HIDDEN]
     sums_ptr,  # [VOCABULARY] fp32, read if NORM is _LAYER
     shift_ptr,  # [VOCABULARY], read if HAS_SHIFT
@@ -329,6 +378,7 @@ def _next_tokens_kernel(
     OUT_STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr,
     HIDDEN: tl.constexpr,
+    IS_CODED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -346,6 +396,7 @@ def _next_tokens_kernel(
         requested,
         x_ptr + tl.load(rows_ptr + row, mask=is_row, other=0).to(tl.int64) * X_STRIDE,
         is_row,
+        scale_ptr,
         gain_ptr,
         sums_ptr,
         shift_ptr,
@@ -353,6 +404,7 @@ def _next_tokens_kernel(
         is_token,
         eps,
         HIDDEN,
+        IS_CODED,
         NORM,
         HAS_SHIFT,
         ROWS,
@@ -380,7 +432,7 @@ def _next_tokens_kernel(
 
 def norm_append_kv(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     slots: Tensor,
@@ -404,9 +456,10 @@ def norm_append_kv(
             disagrees.
     """
     rows, heads = len(x), num_heads + 2 * num_kv_heads
-    out = x.new_empty(rows, weight.shape[1]) if out is None else out
+    features = weight.shape[1]
+    out = x.new_empty(rows, features) if out is None else out
     head_dim = check_heads(out, num_heads, num_kv_heads)
-    check_out(out, (rows, weight.shape[1]), x.dtype)
+    check_out(out, (rows, features), x.dtype)
     check_caches(key_cache, value_cache, num_kv_heads, head_dim)
     check_vector(rows, slots=slots)
     table = slots if cos_sin is None else cos_sin
@@ -418,11 +471,12 @@ def norm_append_kv(
     if position_ids is not None and cos_sin is not None:
         check_ids(rows, position_ids=position_ids)
         check_out(cos_sin, (len(cos_sin), head_dim), torch.float32)
+    _check_few(rows)
     settings = _settings(x, weight, bias, norm, rows)
     if rows:
         _append_kernel[(triton.cdiv(heads * head_dim, settings["FEATURES"]),)](
             x,
-            weight,
+            *_of_weight(x, weight),
             *_of_norm(x, bias, norm),
             slots,
             key_cache,
@@ -445,7 +499,12 @@ def norm_append_kv(
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, out: Tensor | None = None
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight + bias + residual, see `reference.linear_residual`.
 
@@ -454,12 +513,46 @@ def linear_residual(
     """
     out = torch.empty_like(residual) if out is None else out
     check_rows(residual, out=out)
-    return _linear(x, weight, bias, None, residual, out, eps=0.0)
+    _check_few(len(x))
+    return _linear(x, weight, bias, None, residual, out)
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return x @ weight + bias, see `reference.linear`.
+
+    Codes of 8 bits have a kernel, for any number of rows; other weights are multiplied by cuBLAS.
+
+    Raises:
+        ValueError: see `norm_append_kv`.
+    """
+    if isinstance(weight, Tensor):
+        return reference.linear(x, weight, bias, out=out)
+    return _linear(x, weight, bias, None, None, out)
+
+
+def linear_activate(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, see `reference.linear_activate` and `linear`.
+
+    Raises:
+        ValueError: see `norm_append_kv`.
+    """
+    if isinstance(weight, Tensor):
+        return activation.linear_activate(x, weight, bias, kind=kind, out=out)
+    return _linear(x, weight, bias, None, None, out, kind=kind)
 
 
 def norm_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     *,
@@ -473,30 +566,35 @@ def norm_linear(
     Raises:
         ValueError: see `norm_append_kv`.
     """
-    out = x.new_empty(len(x), weight.shape[1] // (1 + is_gated)) if out is None else out
+    _check_few(len(x))
+    if out is None:
+        out = x.new_empty(len(x), weight.shape[1] // (1 + is_gated))
     return _linear(x, weight, bias, norm, None, out, eps=eps, kind=kind or "")
 
 
 def _linear(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm | None,
     residual: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     *,
-    eps: float,
+    eps: float = 0.0,
     kind: str = "",
 ) -> Tensor:
     """Launch the kernel; it is gated if `out` has half of the features."""
     features = weight.shape[1]
+    out = x.new_empty(len(x), features) if out is None else out
     is_gated = out.shape[1] != features
     check_out(out, (len(x), features // (1 + is_gated)), x.dtype)
     settings = _settings(x, weight, bias, norm, len(x))
     if len(x):
-        _linear_kernel[(triton.cdiv(features, settings["FEATURES"]),)](
+        parts = (triton.cdiv(features, settings["FEATURES"]),)
+        of_rows = triton.cdiv(len(x), settings["ROWS"])
+        _linear_kernel[parts if len(x) <= MOST_ROWS else (of_rows, *parts)](
             x,
-            weight,
+            *_of_weight(x, weight),
             *_of_norm(x, bias, norm),
             x if residual is None else residual,
             out,
@@ -516,7 +614,7 @@ def _linear(
 def norm_next_tokens(
     x: Tensor,
     rows: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None,
     norm: FoldedNorm,
     *,
@@ -531,6 +629,7 @@ def norm_next_tokens(
         ValueError: see `norm_append_kv`.
     """
     count, vocabulary = len(rows), weight.shape[1]
+    _check_few(count)
     if out is None:
         out = x.new_empty(count, vocabulary, dtype=torch.float32), rows.new_empty(count).int()
     logits, tokens = out
@@ -543,7 +642,7 @@ def norm_next_tokens(
         _next_tokens_kernel[(triton.cdiv(vocabulary, settings["FEATURES"]),)](
             x,
             rows,
-            weight,
+            *_of_weight(x, weight),
             *_of_norm(x, bias, norm),
             logits,
             tokens,
@@ -566,23 +665,53 @@ def _of_norm(
     return gain, x if sums is None else sums, x if shift is None else shift
 
 
+def _check_few(rows: int) -> None:
+    """Raise ValueError if there are more than 64 rows."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"{rows} rows; allowed: {MOST_ROWS}")
+
+
+def _of_weight(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+    """Return weight and scale of a kernel; a scale that it does not read is `x`.
+
+    fp8 is bytes where the GPU has no instructions for it.
+    """
+    if isinstance(weight, Tensor):
+        return weight, x
+    codes, scale = weight
+    if codes.dtype == torch.float8_e4m3fn and not _converts_fp8():
+        codes = codes.view(torch.uint8)
+    return codes, scale
+
+
+def _converts_fp8() -> bool:
+    """Return whether the current device converts fp8; the interpreter does."""
+    if knobs.runtime.interpret:
+        return True
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= _FP8_ARCH)
+
+
 def _settings(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: FoldedNorm | None, rows: int
+    x: Tensor, weight: LinearWeight, bias: Tensor | None, norm: FoldedNorm | None, rows: int
 ) -> dict[str, Any]:
     """Return the settings that all kernels have.
 
     Raises:
         ValueError: see `norm_append_kv`.
     """
-    hidden, features = weight.shape
+    is_coded = isinstance(weight, CodedWeight)
+    matrix = weight.codes if isinstance(weight, CodedWeight) else weight
+    hidden, features = matrix.shape
     check_dtype(x=x)
-    check_out(x, (len(x), hidden), weight.dtype)
-    if rows > MOST_ROWS or not weight.t().is_contiguous():
+    check_out(x, (len(x), hidden), x.dtype)
+    allowed = CODES if is_coded else (x.dtype,)
+    if matrix.dtype not in allowed or not matrix.t().is_contiguous():
         raise ValueError(
-            f"{rows} rows, and a weight with strides {weight.stride()}; allowed: {MOST_ROWS} rows, and the transpose of"
-            " a contiguous weight"
+            f"the weight is {matrix.dtype} with strides {matrix.stride()}; allowed:"
+            f" {' or '.join(map(str, allowed))}, the transpose of a contiguous weight"
         )
-    vectors = {"bias": bias}
+    vectors = {"bias": bias, "scale": weight.scale if isinstance(weight, CodedWeight) else None}
     kind = _NONE
     if norm is not None:
         check_vector(hidden, gain=norm.weight)
@@ -592,23 +721,30 @@ def _settings(
     return {
         "X_STRIDE": x.stride(0),
         "HIDDEN": hidden,
+        "IS_CODED": is_coded,
         "NORM": kind.value,
         "HAS_SHIFT": (bias if norm is None else norm.shift) is not None,
-        **_tile(rows, features, hidden, x.dtype.itemsize),
+        **_tile(rows, features, hidden, x.dtype.itemsize, is_coded=is_coded),
         **dependent_launch(),
     }
 
 
-def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, Any]:
+def _tile(rows: int, features: int, hidden: int, item: int, *, is_coded: bool) -> dict[str, Any]:
     """Return the tile of a program and how it is compiled."""
-    most = next(each for each in _ROWS if each >= rows)
-    on_cores = most <= _CORE_ROWS.value
+    most = next((each for each in _ROWS[is_coded:] if each >= rows), _ROWS[-1])
+    on_cores = most == 1
     # a start of a program takes longer than 4 features of a small model
     fewest, widest = (4 if features > _PROGRAMS else 16, 16) if on_cores else (16, 64)
     filling = 1 << (max(features // _PROGRAMS, 1).bit_length() - 1)
     count = min(max(fewest, filling), widest)
+    if most > MOST_ROWS:
+        tiles = triton.cdiv(rows, most)
+        wide = (each for each in _MANY_ROWS_FEATURES if 2 * features * tiles >= each * _PROGRAMS)
+        count = next(wide, _MANY_ROWS_FEATURES[-1])
     # 64 features would else take more shared memory than some GPUs have, and fp32 more registers than there are
-    smaller = max(1, count // 32) * (1 if item == 2 else 8)
+    smaller = (max(1, min(count, widest) // 32) if most <= MOST_ROWS else 1) * (
+        1 if item == 2 else 8
+    )
     block = _TILES[most] // (count * item if on_cores else smaller)
     # wider rows of weights would spill registers
     block = max(16, min(block, _WIDEST // item, triton.next_power_of_2(hidden)))
@@ -616,7 +752,8 @@ def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, Any]:
         "ROWS": most,
         "FEATURES": count,
         "BLOCK": block,
-        "num_warps": 4,
+        # warps of fewer features than this would all widen the same codes
+        "num_warps": count // 16 if is_coded else 4,
         "num_stages": 1 if on_cores else _STAGES,
         "enable_fp_fusion": True,
     }

@@ -102,6 +102,30 @@ def test_fp16_is_for_gpus(gpus):
         choose_dtype("fp16", CPU)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device", "allowed"),
+    [
+        ("fp8", CPU, "a GPU; allowed on a CPU: auto, fp32, bf16, int8, int4"),
+        ("int4", GPU, "a CPU; allowed on a GPU: auto, fp32, fp16, bf16, int8, fp8"),
+    ],
+    ids=["fp8", "int4"],
+)
+def test_codes_that_a_device_does_not_run_are_refused(gpus, dtype, device, allowed):
+    gpus(1)
+
+    with pytest.raises(ConfigError, match=f'dtype is "{dtype}", which needs {allowed}'):
+        choose_dtype(dtype, device)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_activations_beside_codes_of_a_gpu_have_the_dtype_of_auto(gpus, dtype):
+    gpus(1, (7, 5))
+    assert choose_dtype(dtype, GPU) is torch.float16
+
+    gpus(1, (8, 0))
+    assert choose_dtype(dtype, GPU) is torch.bfloat16
+
+
 def test_a_cpu_runs_the_ops_of_cpus():
     assert kernels_for(CPU) is cpu
 

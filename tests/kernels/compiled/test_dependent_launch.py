@@ -78,17 +78,18 @@ def test_an_older_gpu_has_none_of_it(op):
 FEW_ROWS = ["linear_residual", "norm_append_kv", "norm_linear", "norm_next_tokens"]
 
 
+@pytest.mark.parametrize("codes", ["", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 @pytest.mark.parametrize("op", FEW_ROWS)
-def test_weights_and_nothing_else_are_requested_before_the_wait(op, rows):
-    call = op_call(op, torch.bfloat16, lengths=[1] * rows, hidden=2048)
+def test_weights_and_nothing_else_are_requested_before_the_wait(op, rows, codes):
+    call = op_call(op, torch.bfloat16, lengths=[1] * rows, hidden=2048, codes=codes)
     with dry_run(90) as compiled:
         call.run(kernels("fused"), call.make_empty())
 
     (compilation,) = compiled
     before, after = cuobjdump(compilation, "--dump-sass").split("ACQBULK")
     # into registers, 128 bits at a time, or lines into the L2 cache
-    request = "LDG.E.128" if rows <= 4 else "CCTL.E.PF2"
+    request = "LDG.E.128" if rows == 1 and not codes else "CCTL.E.PF2"
     found = [request for _ in re.findall(rf"\b{re.escape(request)}", before)]
     assert found == re.findall(r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|CCTL|EXIT)\b[.\w]*", before)
     assert found

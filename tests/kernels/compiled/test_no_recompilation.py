@@ -40,14 +40,15 @@ def random_lengths(count: int, most: int) -> Iterator[list[int]]:
 FEW_ROWS = ["linear_residual", "norm_append_kv", "norm_linear", "norm_next_tokens"]
 
 
+@pytest.mark.parametrize(("codes", "count"), [("", 3), ("int8", 2), ("fp8", 2)])
 @pytest.mark.parametrize("op", FEW_ROWS)
-def test_four_kernels_serve_all_numbers_of_few_rows(op):
+def test_few_kernels_serve_all_numbers_of_few_rows(op, codes, count):
     with dry_run(90) as compiled:
         for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 48, 63, 64):
-            call = op_call(op, torch.bfloat16, lengths=[1] * rows)
+            call = op_call(op, torch.bfloat16, lengths=[1] * rows, codes=codes)
             call.run(kernels("fused"), call.make_empty())
 
-    assert len(compiled) == 4
+    assert len(compiled) == count
 
 
 @pytest.mark.parametrize("op", [op for op in TABLE if op not in FEW_ROWS])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.backend.memory.address_space import FakeSpace
 from tests.backend.requests import random_prompts
@@ -20,6 +21,7 @@ from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.execution.executor import SkippedStepError
+from varlen.execution.int8 import int8_model
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
 from varlen.execution.warm_up import check_numbers
@@ -27,6 +29,7 @@ from varlen.execution.workers import steps
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory import arena
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.program import bytes_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
@@ -38,7 +41,9 @@ from varlen_bench.gpu_report.encoders import EncoderGrid
 from varlen_bench.gpu_report.figures import MUST_BE_0
 from varlen_bench.kernels import timing
 from varlen_bench.peers.checkpoints import EncoderShape, GeneratorShape, save_random_decoder
-from varlen_kernels import fused
+from varlen_kernels import fused, reference
+from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.linear_layers import CodedWeight
 
 from .fake_cuda import FakeCuda, emulated_gpu
 
@@ -80,6 +85,7 @@ MEASURED: dict[str, tuple[str, dict[str, Any], str, int]] = {
         16,
     ),
 }
+GREEDY = GenerationOptions(temperature=0.0)
 # Launches in the graph of a decode step of one sequence in bf16: in each layer, beside them, and in the whole model.
 NODES = {"gpt2-small": (5, 4, 64), "llama-1.2b": (5, 4, 84)}
 
@@ -88,6 +94,13 @@ NODES = {"gpt2-small": (5, 4, 64), "llama-1.2b": (5, 4, 84)}
 def gpu() -> Iterator[FakeCuda]:
     with emulated_gpu() as gpu:
         yield gpu
+
+
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the quality of codes on few random tokens: the interpreter is slow."""
+    monkeypatch.setattr(int8_model, "TEXTS", ())
+    monkeypatch.setattr(int8_model, "_RANDOM_TOKENS", (3, 2, 4))
 
 
 def test_an_encoder_copies_in_replays_copies_out_and_waits_once(
@@ -176,7 +189,9 @@ DECODE_STEPS = {
 }
 
 
-def step_runner(folder: Path, device: str, **settings: bool | str) -> Runner:
+def step_runner(
+    folder: Path, device: str, *, kernels: object = None, **settings: bool | str | int
+) -> Runner:
     """Return a decoder that has not warmed up, which takes long in the interpreter."""
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
@@ -186,7 +201,7 @@ def step_runner(folder: Path, device: str, **settings: bool | str) -> Runner:
     config = EngineConfig(device=device, **{**STEPS, **settings})
     limits = edit_limits(checkpoint, config)
     choice = TokenChooser(checkpoint, grammars, bad_words, torch.device(device), limits)
-    return Runner(checkpoint, config, choice)
+    return Runner(checkpoint, config, choice, kernels=kernels)
 
 
 def chosen(results: Sequence[SampledToken | BeamStep]) -> list[object]:
@@ -234,19 +249,109 @@ def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("name", MEASURED)
-def test_nodes_of_the_graph_of_a_decode_step(gpu: FakeCuda, tmp_path: Path, name: str) -> None:
+def test_nodes_of_the_graph_of_a_decode_step(
+    gpu: FakeCuda, tmp_path: Path, few_texts: None, name: str, dtype: str
+) -> None:
     kind, sizes, field, layers = MEASURED[name]
     nodes = []
     for count in (1, 2):
         folder = save_checkpoint(tmp_path / str(count), kind, **{**sizes, field: count})
-        step_runner(folder, "cuda", dtype="bf16").close()
+        step_runner(folder, "cuda", dtype=dtype).close()
         # the smallest graph comes last
         nodes.append(gpu.nodes[-1])
 
     first, second = nodes
     each, beside = second - first, 2 * first - second
     assert (each, beside, beside + layers * each) == NODES[name]
+
+
+class Composed:
+    """Kernels of a GPU; those of linear layers are compositions of the reference."""
+
+    def __getattr__(self, name: str) -> object:
+        is_linear = "linear" in name or name == "norm_next_tokens"
+        return getattr(reference if is_linear else fused, name)
+
+    def norm_append_kv(
+        self,
+        x: Tensor,
+        weight: CodedWeight,
+        bias: Tensor | None,
+        norm: FoldedNorm,
+        *rest: Any,
+        eps: float,
+        out: Tensor,
+        **heads: int,
+    ) -> None:
+        """Append by the kernel: the reference would wait for the device."""
+        reference.norm_linear(x, weight, bias, norm, eps=eps, out=out)
+        fused.append_kv(out, *rest, **heads, out=out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gpt2-small", "int8"),
+        ("gpt2-small", "fp8"),
+        ("llama-1.2b", "int8"),
+        ("llama-1.2b", "fp8"),
+    ],
+)
+def test_codes_give_the_tokens_of_the_reference(
+    gpu: FakeCuda,
+    tmp_path: Path,
+    few_texts: None,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    dtype: str,
+) -> None:
+    kind, sizes, *_ = MEASURED[name]
+    folder = save_checkpoint(tmp_path, kind, **sizes)
+    settings = {"dtype": dtype, "max_running_sequences": 1, "max_step_tokens": 3}
+    with caplog.at_level("INFO", "varlen"):
+        runners = [
+            step_runner(folder, "cuda", kernels=kernels, **settings)
+            for kernels in (None, Composed())
+        ]
+
+    assert f"{dtype}: codes for the weights of 5 linear layers of the decoder" in caplog.text
+    assert "KL divergence from bf16 0.0" in caplog.text
+    first, second = (tokens_one_by_one(each, GREEDY, steps=5) for each in runners)
+    assert first == second
+    program = runners[0].program
+    assert runners[0].info.dtype == dtype
+    # a byte for each number, and a scale for each feature
+    for op in program.ops:
+        if "linear" in op.kernel:
+            weight = op.operands[1]
+            assert isinstance(weight, CodedWeight)
+            hidden, features = weight.shape
+            assert bytes_of(weight) == features * (hidden + 4)
+    for runner in runners:
+        runner.close()
+
+
+@pytest.mark.full
+def test_an_encoder_has_codes_too(
+    gpu: FakeCuda, tmp_path: Path, few_texts: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = Checkpoint.open(save_checkpoint(tmp_path, "BertModel", **ENCODER))
+    batch, options = random_prompts([3, 2], types=2), [RequestOptions()] * 2
+    found = []
+    for dtype in ("int8", "bf16"):
+        settings: Mapping[str, Any] = {**SIZES, "max_batch_tokens": 8, "max_sequence_tokens": 8}
+        with caplog.at_level("INFO", "varlen"):
+            runner = Runner(checkpoint, EngineConfig(device="cuda", dtype=dtype, **settings))
+        found.append(np.stack(runner.run(batch, options)))
+        runner.close()
+
+    assert "int8: codes for the weights of 4 linear layers of the encoder" in caplog.text
+    assert "cosine to bf16 " in caplog.text
+    lengths = np.linalg.norm(found[0], axis=1) * np.linalg.norm(found[1], axis=1)
+    assert ((found[0] * found[1]).sum(1) / lengths > 0.995).all()
 
 
 # Two steps after a prompt, each launched before the tokens of the one before it are read.

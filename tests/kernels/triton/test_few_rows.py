@@ -5,6 +5,7 @@ import torch
 
 from varlen_kernels import reference
 from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.linear_layers import CodedWeight, widened
 from varlen_kernels.triton import arrivals, few_rows
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -35,8 +36,8 @@ def norm_of(weight, bias, dtype, *, is_rms):
 
 def exact(value):
     """Return tensors of an argument in float64."""
-    if isinstance(value, FoldedNorm):
-        return FoldedNorm(*map(exact, value))
+    if isinstance(value, FoldedNorm | CodedWeight):
+        return type(value)(*map(exact, value))
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.double() if floats else value
 
@@ -216,3 +217,120 @@ def test_no_rows_launch_nothing(device):
     rows = torch.zeros(0, dtype=torch.int32, device=device)
     logits, tokens = few_rows.norm_next_tokens(x, rows, weight, None, norm, eps=EPS)
     assert (logits.shape, tokens.shape) == ((0, 16), (0,))
+
+
+# Codes, and whether the GPU converts fp8; else its bytes are widened by integer arithmetic.
+CODES = pytest.mark.parametrize(
+    ("codes", "converts"),
+    [
+        (torch.int8, True),
+        (torch.float8_e4m3fn, True),
+        (torch.float8_e4m3fn, False),
+    ],
+    ids=["int8", "fp8", "bytes"],
+)
+# All numbers of codes are exact in 16 bits.
+CODED_DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.full)],
+    ids=["fp16", "bf16"],
+)
+
+
+@pytest.fixture
+def fp8_forms(monkeypatch):
+    """Return a function that says whether the GPU converts fp8."""
+    return lambda converts: monkeypatch.setattr(few_rows, "_converts_fp8", lambda: converts)
+
+
+def coded_of(hidden, features, codes, device):
+    """Return codes in the layout of the kernels, the least and the largest ones among them."""
+    generator = torch.Generator().manual_seed(1)
+    # 127 is the NaN of fp8
+    numbers = torch.randint(-126, 127, (features, hidden), generator=generator)
+    if codes is torch.float8_e4m3fn:
+        found = torch.where(numbers < 0, numbers + 127 + 128, numbers).to(torch.uint8).view(codes)
+    else:
+        found = numbers.to(codes)
+    scale = (rand(features, seed=6).abs() + 0.5) / (64 * hidden**0.5)
+    return CodedWeight(found.to(device).t(), scale.to(device))
+
+
+@CODED_DTYPES
+@CODES
+@pytest.mark.parametrize(
+    "rows",
+    [1, 3, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 8, 17, 64, 200)), 65],
+)
+def test_a_product_of_codes_is_right(rows, codes, converts, dtype, fp8_forms, device):
+    fp8_forms(converts)
+    hidden, features = 70, 45
+    weight = coded_of(hidden, features, codes, device)
+    x, bias = rand(rows, hidden, dtype=dtype, device=device), rand(features, seed=4).to(dtype)
+    arguments = (spread(x), weight, bias.to(device))
+    kind = {"kind": "gelu_tanh"} if rows % 2 else {}
+    op = "linear_activate" if kind else "linear"
+
+    expected = getattr(reference, op)(*map(exact, arguments), **kind)
+    found = write_guarded(
+        lambda out: getattr(few_rows, op)(*arguments, **kind, out=out),
+        tuple(expected.shape),
+        dtype,
+        device,
+        gap=3,
+    )
+    assert_close(found, expected, dtype, factor=2.0)
+
+
+@CODED_DTYPES
+@CODES
+@pytest.mark.parametrize(
+    "rows", [pytest.param(each, marks=pytest.mark.full) for each in (1, 4, 8, 64)] + [17]
+)
+def test_ops_of_few_rows_take_codes(rows, codes, converts, dtype, fp8_forms, device):
+    fp8_forms(converts)
+    x, residual = (rand(rows, each, dtype=dtype, device=device) for each in (33, 46))
+    weight = coded_of(33, 46, codes, device)
+    norm = norm_of(widened(exact(weight), torch.float64), None, dtype, is_rms=rows % 2 > 0)
+
+    for op, rest in (
+        ("linear_residual", (None, residual)),
+        ("norm_linear", (None, norm)),
+        ("norm_next_tokens", (None, norm)),
+    ):
+        given = [x, weight, *rest]
+        if op == "norm_next_tokens":
+            given.insert(1, torch.arange(rows, dtype=torch.int32, device=device))
+        options = {} if op == "linear_residual" else {"eps": EPS}
+        expected = getattr(reference, op)(*map(exact, given), **options)
+        found = getattr(few_rows, op)(*given, **options)
+        if op == "norm_next_tokens":
+            assert torch.equal(found[1], found[0].argmax(1).int())
+            expected, found = expected[0], found[0].to(dtype)
+        assert_close(found, expected, dtype, factor=2.0)
+
+
+@CODES
+@pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_keys_and_values_of_codes_are_appended(rows, codes, converts, fp8_forms, device):
+    fp8_forms(converts)
+    dtype, options = torch.float16, {"num_heads": 4, "num_kv_heads": 2, "eps": EPS}
+    x, _, bias, norm, *rest = append_arguments(
+        rows, 4, 2, 16, dtype, device, is_rms=True, rotates=True
+    )
+    arguments = (x, coded_of(35, 128, codes, device), bias, norm, *rest)
+    exactly = [exact(each) for each in arguments]
+    expected = reference.norm_append_kv(*exactly, **options)
+
+    found = few_rows.norm_append_kv(*arguments, **options)
+
+    assert_close(found[:, :64], expected[:, :64], dtype, factor=2.0)
+    for cache, right in zip(arguments[5:7], exactly[5:7], strict=True):
+        assert_close(cache, right, dtype, factor=2.0)
+
+
+def test_other_codes_are_refused(device):
+    weight = CodedWeight(torch.zeros(8, 8, dtype=torch.uint8, device=device).t(), torch.ones(8))
+
+    with pytest.raises(ValueError, match=r"uint8 .* allowed: torch.int8 or torch.float8_e4m3fn"):
+        few_rows.linear(torch.zeros(2, 8, device=device), weight)

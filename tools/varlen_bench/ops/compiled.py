@@ -93,6 +93,20 @@ def _few(op: str, label: str, rows: int, **more: Any) -> CompiledCall:
     return _call(op, f"{label}_{rows}", lengths=[1] * rows, **more)
 
 
+def _coded(op: str, codes: str, rows: int, **more: Any) -> CompiledCall:
+    more |= {"codes": codes, "dtypes": _ONE, "tensor_cores": rows > _SMALL_TILE}
+    return _few(op, f"{more.get('hidden', 768)}_{codes}", rows, **more)
+
+
+# Up to this many rows and for few features, tiles are too small for wgmma.
+_SMALL_TILE = 512
+# Sizes of ops whose weights are codes: GPT-2 small and Llama 3.2 1B.
+_CODED: dict[str, Any] = {
+    "norm_append_kv": {"hidden": 2048, "heads": 32, "kv_heads": 8},
+    "linear_residual": {"hidden": 2048, "features": 8192},
+    "norm_linear": {"hidden": 2048, "features": 16_384},
+    "norm_next_tokens": {"norm": "layer", "vocabulary": 50_257},
+}
 # Llama and Qwen3.
 _WIDE_HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 _ROTATED, _NORMED = "position_ids cos_sin", "query_weight key_weight"
@@ -203,6 +217,14 @@ COMPILED = [
     _few("norm_next_tokens", "2048", 4, hidden=2048, vocabulary=128_256),
     _few("norm_next_tokens", "768", 16, **_GPT2, vocabulary=50_257, tensor_cores=True),
     _few("norm_next_tokens", "2048", 64, hidden=2048, vocabulary=128_256, tensor_cores=True),
+    # codes of 8 bits; narrow loads are of their scales, and of what stays in registers
+    *(
+        _coded(op, codes, rows, **sizes)
+        for op, sizes in _CODED.items()
+        for codes, rows in (("int8", 1), ("fp8", 16), ("int8", 64))
+    ),
+    *(_coded("linear", codes, 1024, hidden=2048) for codes in ("int8", "fp8")),
+    _coded("linear", "int8", 128),
     _call("copy_blocks", 64, 2, layers=12, dtypes=_ONE),
     _call("paged_tiles", 64, lengths=[64] * 4, new=[40] * 4, dtypes=_ONE),
     _call("paged_tiles", "64_decode", lengths=[25] * 4, new=[1] * 4, dtypes=_ONE),

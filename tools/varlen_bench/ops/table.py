@@ -39,6 +39,7 @@ from varlen_kernels.reference.beam_search import (
     SearchState,
 )
 from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.linear_layers import CodedWeight
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, EditLists, EditState
 
 # Sizes of a call by name, such as `tokens`. The sizes of BERT-base are the defaults.
@@ -274,9 +275,18 @@ def _append_bytes(s: Sizes) -> int:
     return int(2 * s.tokens * width * s.itemsize + 8 * s.tokens)
 
 
-def _by_output(hidden: int, features: int) -> Make:
-    """Return how to make a weight whose inputs lie side by side."""
-    return lambda make: make.random(features, hidden).mul_(hidden**-0.5).t()
+def _by_output(s: Sizes, hidden: int, features: int) -> Make:
+    """Return how to make a weight whose inputs lie side by side, or its codes."""
+    codes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(s.codes)
+    if codes is None:
+        return lambda make: make.random(features, hidden).mul_(hidden**-0.5).t()
+
+    def made(make: Tensors) -> CodedWeight:
+        numbers = make.random(features, hidden, dtype=torch.float32).mul_(32).clamp_(-127, 127)
+        scale = torch.full((features,), hidden**-0.5 / 32, device=make.device)
+        return CodedWeight(numbers.to(codes).t(), scale)
+
+    return made
 
 
 def _folded(s: Sizes, features: int) -> Make:
@@ -455,19 +465,21 @@ ARGUMENTS: dict[str, Callable[[Sizes], Made]] = {
     "copy_blocks.memory": lambda s: (2 * s.layers, _BLOCKS, s.kv_heads, s.block_size, s.head_dim),
     "copy_blocks.copies": lambda s: _table(_copied(s), 2),
     # decode steps of few rows
-    "norm_append_kv.weight": lambda s: _by_output(s.hidden, s.width),
+    "linear.weight": lambda s: _by_output(s, s.hidden, s.features),
+    "linear.bias": lambda s: (s.features,),
+    "norm_append_kv.weight": lambda s: _by_output(s, s.hidden, s.width),
     "norm_append_kv.bias": lambda _: None,
     "norm_append_kv.norm": lambda s: _folded(s, s.width),
     "norm_append_kv.slots": _slots,
     "norm_append_kv.key_cache": lambda s: _unwritten(s.dtype, *_cache(s)),
     "norm_append_kv.value_cache": lambda s: _unwritten(s.dtype, *_cache(s)),
     "linear_residual.x": lambda s: (s.tokens, s.features),
-    "linear_residual.weight": lambda s: _by_output(s.features, s.hidden),
-    "norm_linear.weight": lambda s: _by_output(s.hidden, s.features),
+    "linear_residual.weight": lambda s: _by_output(s, s.features, s.hidden),
+    "norm_linear.weight": lambda s: _by_output(s, s.hidden, s.features),
     "norm_linear.bias": lambda _: None,
     "norm_linear.norm": lambda s: _folded(s, s.features),
     "norm_next_tokens.rows": lambda s: [*range(s.tokens)],
-    "norm_next_tokens.weight": lambda s: _by_output(s.hidden, s.vocabulary),
+    "norm_next_tokens.weight": lambda s: _by_output(s, s.hidden, s.vocabulary),
     "norm_next_tokens.bias": lambda _: None,
     "norm_next_tokens.norm": lambda s: _folded(s, s.vocabulary),
     # logits
@@ -528,7 +540,7 @@ def _scale(s: Sizes) -> float:
 _HEADS: dict[str, Any] = {"num_heads": lambda s: s.heads, "num_kv_heads": lambda s: s.kv_heads}
 _LAYER_NORM_EPS, _RMS_NORM_EPS = {"eps": 1e-12}, {"eps": 1e-6}
 # Sequences of one token, and the kind of norm; another one than "rms" is only compiled.
-_FEW_ROWS = {"new": lambda s: [1] * s.batch, "norm": "rms"}
+_FEW_ROWS = {"new": lambda s: [1] * s.batch, "norm": "rms", "codes": ""}
 # Half of each sequence is new: a decode step if all have one token.
 _HALF_NEW = {"kv_heads": 4, "new": lambda s: [-(-n // 2) for n in s.lengths]}
 
@@ -551,6 +563,12 @@ TABLE: dict[str, Row] = {
         flops=lambda s: 2 * s.tokens * s.hidden * s.features,
     ),
     "activate_gate": Row("{tokens}x{features}", options={"kind": "silu"}),
+    # without codes it is a product of cuBLAS
+    "linear": Row(
+        "{tokens}x{hidden}x{features} {codes}",
+        sizes={"codes": "int8"},
+        flops=lambda s: 2 * s.tokens * s.hidden * s.features,
+    ),
     "linear_groups": Row(
         "{tokens}x{hidden}x{features} of {groups}",
         sizes={"hidden": 48, "features": 80, "groups": 8},

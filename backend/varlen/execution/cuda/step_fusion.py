@@ -14,6 +14,7 @@ from torch import Tensor
 
 from varlen.program.program import Attribute, Op, Operand, Program, State, Value
 from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.linear_layers import CodedWeight, LinearWeight
 
 # Most rows of a step that runs these ops; with more, products of cuBLAS take less time.
 MOST_ROWS = 64
@@ -185,11 +186,11 @@ def _tensor(operand: Operand) -> Tensor | None:
 def _fits(op: Op) -> bool:
     """Return whether kernels for few rows read this layer's weight.
 
-    It is `[out, in]` in memory.
+    It is codes, or `[out, in]` in memory.
     """
     x, weight = op.operands[:2]
     assert isinstance(x, Value)
-    return (
+    return isinstance(weight, CodedWeight) or (
         isinstance(weight, Tensor)
         and weight.dtype == x.dtype
         and x.dtype in _DTYPES
@@ -210,7 +211,7 @@ def _can_append(op: Op, qkv: Value) -> bool:
 def _folded(op: Op, norm: _Norm) -> tuple[Operand, ...]:
     """Return the operands of a linear layer with the norm in front of it."""
     _, weight, bias = op.operands
-    assert isinstance(weight, Tensor)
+    assert isinstance(weight, Tensor | CodedWeight)
     bias, sums = _tensor(bias), None
     shift = bias
     if not norm.is_rms:
@@ -221,7 +222,9 @@ def _folded(op: Op, norm: _Norm) -> tuple[Operand, ...]:
     return norm.x, weight, bias, FoldedNorm(norm.weight, norm.bias, sums, shift)
 
 
-def _through(weight: Tensor, vector: Tensor) -> Tensor:
+def _through(weight: LinearWeight, vector: Tensor) -> Tensor:
     """Return vector @ weight, `[out]` fp32."""
-    parts = torch.split(weight.t(), _FEATURES)
-    return torch.cat([part.float() @ vector.float() for part in parts])
+    matrix, scale = (weight, None) if isinstance(weight, Tensor) else weight
+    parts = torch.split(matrix.t(), _FEATURES)
+    found = torch.cat([part.float() @ vector.float() for part in parts])
+    return found if scale is None else found.mul_(scale)

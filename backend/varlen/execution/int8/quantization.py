@@ -22,6 +22,9 @@ WeightBits: TypeAlias = Literal[8, 4]
 # By the setting `dtype`.
 BITS: Mapping[str, WeightBits] = {"int8": 8, "int4": 4}
 
+# Ops of linear layers as they are recorded.
+LINEAR = "linear", "linear_activate"
+
 # Ids of a layer's weight and bias.
 LayerKey: TypeAlias = tuple[int, int]
 
@@ -63,7 +66,7 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
     """Return weight and bias of linear layers, in order."""
     layers = {}
     for op in (op for program in programs for op in program.ops):
-        if op.kernel == "linear":
+        if op.kernel in LINEAR:
             _, weight, bias = op.operands
             assert isinstance(weight, Tensor)
             assert bias is None or isinstance(bias, Tensor)

@@ -19,6 +19,8 @@ from varlen.execution.arenas import KvSize
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.cuda.step_fusion import fuse_steps
+from varlen.execution.int8.quantization import linear_weights
+from varlen.execution.int8.weight_codes import coded_weight, use_codes
 from varlen.execution.packing import (
     part_of_step,
     source_arrays,
@@ -34,6 +36,7 @@ from varlen.models.loading import load_decoder, load_encoder_decoder
 from varlen.program.recorder import Recorder
 from varlen.scheduling.batch import Chunk
 from varlen_kernels import reference
+from varlen_kernels.reference.linear_layers import CodedWeight, widened
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, BLOCKS = 16, 90
@@ -242,3 +245,25 @@ def test_sources_give_the_caches_of_the_cpu_by_one_replay(
     assert (graphs.captured, graphs.replayed) == (captured, 1)
     for name, cache in gpu_caches.items():
         assert_close(cache, cpu_caches[name], roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+def test_steps_of_few_rows_take_codes(folder, programs, graphs, chunk, codes):
+    if Checkpoint.open(folder).architecture == "BartForConditionalGeneration":
+        pytest.skip("norms behind its layers are folded into none")
+    program = programs[1][0]
+    weights = {id(weight): weight for weight, _ in linear_weights([program]).values()}
+    coded = {key: coded_weight(each, codes) for key, each in weights.items()}
+    exact = {key: widened(each, torch.float32) for key, each in coded.items()}
+    chunks, blocks = [chunk(7, 1), chunk(0, 1)], {"blocks_per_sequence": 20, "blocks_per_source": 4}
+
+    few = fuse_steps(use_codes(program, coded))
+    assert {op.kernel for op in few.ops} >= FEW_ROWS
+    assert sum(isinstance(op.operands[1], CodedWeight) for op in few.ops if op.operands[1:]) > 1
+    logits = []
+    for each in (use_codes(program, coded), use_codes(program, exact)):
+        gpu, _ = over_caches(CudaSteps, each, graphs=graphs, **blocks)
+        logits.append(logits_of(gpu, packed(chunks)).clone())
+    assert_close(*logits, roundings=encoder_roundings(folder))
+    others, _ = over_caches(CudaSteps, program, graphs=graphs, **blocks)
+    assert not torch.equal(logits_of(others, packed(chunks)), logits[0])
