@@ -20,6 +20,7 @@ RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai", "bge"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
+SpeculationMethod: TypeAlias = Literal["none", "ngram"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 # Bytes of a text for each token: few texts have more. Lower bounds of the defaults that follow the longest sequence.
@@ -386,6 +387,38 @@ class EngineConfig:
         choices=get_args(GenerationDefaults),
         tasks=("generate",),
     )
+    speculation: SpeculationMethod = parameter_field(
+        "none",
+        "`ngram` drafts tokens: what followed the last tokens of a sequence where they came before, in its prompt or"
+        " answer. A step verifies them, and answers do not change.",
+        when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents.",
+        choices=get_args(SpeculationMethod),
+        tasks=("generate",),
+    )
+    num_speculative_tokens: int = parameter_field(
+        5,
+        "Longest draft in tokens. Drafts take only rows of steps that running sequences leave free.",
+        when="Raise it if answers copy long parts. Lower it where a row more makes a step much longer.",
+        lowest=1,
+        highest=64,
+        tasks=("generate",),
+    )
+    prompt_lookup_min: int = parameter_field(
+        2,
+        "Number of last tokens that have to be found again for a draft.",
+        when="Raise it if few drafted tokens are chosen (`varlen_draft_tokens_accepted_total`).",
+        lowest=1,
+        highest=16,
+        tasks=("generate",),
+    )
+    prompt_lookup_max: int = parameter_field(
+        4,
+        "Most last tokens that are compared: of several places, the one with the most equal tokens is taken.",
+        when="Raise it if texts have many similar parts.",
+        lowest=1,
+        highest=16,
+        tasks=("generate",),
+    )
 
     # Grammars and templates
     sandbox_seconds: int = parameter_field(
@@ -487,6 +520,11 @@ class EngineConfig:
             yield (
                 f"outputs is {self.outputs}; further outputs need execution packed, and tensor_parallel and"
                 " pipeline_parallel 1"
+            )
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            yield (
+                f"prompt_lookup_max is {self.prompt_lookup_max}; it must be at least prompt_lookup_min,"
+                f" {self.prompt_lookup_min}"
             )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             yield (
