@@ -389,16 +389,16 @@ class EngineConfig:
     )
     speculation: SpeculationMethod = parameter_field(
         "none",
-        "`ngram` drafts tokens: what followed the last tokens of a sequence where they came before, in its prompt or"
-        " answer. A step verifies them, and answers do not change.",
+        "`ngram` drafts tokens: what followed the last tokens where they came before, in the prompt or answer. A step"
+        " verifies several, and answers do not change.",
         when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents.",
         choices=get_args(SpeculationMethod),
         tasks=("generate",),
     )
     num_speculative_tokens: int = parameter_field(
         5,
-        "Longest draft in tokens. Drafts take only rows of steps that running sequences leave free.",
-        when="Raise it if answers copy long parts. Lower it where a row more makes a step much longer.",
+        "Longest draft in tokens. Drafts run in places of sequences that are free.",
+        when="Raise it if answers copy long parts.",
         lowest=1,
         highest=64,
         tasks=("generate",),
@@ -407,14 +407,6 @@ class EngineConfig:
         2,
         "Number of last tokens that have to be found again for a draft.",
         when="Raise it if few drafted tokens are chosen (`varlen_draft_tokens_accepted_total`).",
-        lowest=1,
-        highest=16,
-        tasks=("generate",),
-    )
-    prompt_lookup_max: int = parameter_field(
-        4,
-        "Most last tokens that are compared: of several places, the one with the most equal tokens is taken.",
-        when="Raise it if texts have many similar parts.",
         lowest=1,
         highest=16,
         tasks=("generate",),
@@ -520,11 +512,6 @@ class EngineConfig:
             yield (
                 f"outputs is {self.outputs}; further outputs need execution packed, and tensor_parallel and"
                 " pipeline_parallel 1"
-            )
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            yield (
-                f"prompt_lookup_max is {self.prompt_lookup_max}; it must be at least prompt_lookup_min,"
-                f" {self.prompt_lookup_min}"
             )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             yield (

@@ -87,7 +87,6 @@ def test_every_setting_can_be_spelt_out():
         "speculation": "ngram",
         "num_speculative_tokens": "23",
         "prompt_lookup_min": "3",
-        "prompt_lookup_max": "11",
         "sandbox_seconds": "19",
         "sandbox_bytes": "20000000",
         "grammar_cache_bytes": "21",
@@ -245,11 +244,6 @@ def test_a_step_holds_a_token_of_each_running_sequence():
     assert EngineConfig(max_step_tokens=8, max_running_sequences=8).max_step_tokens == 8
     with refused("max_step_tokens is 32; it must hold a token of each of the 64 running sequences"):
         EngineConfig.from_parameters({"max_step_tokens": "32"})
-
-
-def test_as_many_last_tokens_are_compared_as_have_to_be_equal():
-    with refused("prompt_lookup_max is 4; it must be at least prompt_lookup_min, 5"):
-        EngineConfig(prompt_lookup_min=5)
 
 
 def test_every_setting_is_read_by_some_task():

@@ -67,7 +67,6 @@ class GeneratorSettings(ModelSettings, total=False):
     speculation: SpeculationMethod
     num_speculative_tokens: int
     prompt_lookup_min: int
-    prompt_lookup_max: int
 
 
 class Generator(InProcess):

@@ -339,6 +339,7 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 def _new_scheduler(
     config: EngineConfig, info: ModelInfo, admission: Admission
 ) -> IterationScheduler:
+    drafts = config.num_speculative_tokens, config.prompt_lookup_min
     limits = StepLimits(
         max_step_tokens=info.max_batch_tokens,
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
@@ -347,17 +348,10 @@ def _new_scheduler(
         short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
         stages=config.pipeline_parallel,
-        speculation=_speculation(config),
+        speculation=None if config.speculation == "none" else Speculation(*drafts),
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)
-
-
-def _speculation(config: EngineConfig) -> Speculation | None:
-    if config.speculation == "none":
-        return None
-    ngrams = config.prompt_lookup_min, config.prompt_lookup_max
-    return Speculation(config.num_speculative_tokens, *ngrams)
 
 
 def _log_defaults(checkpoint: Checkpoint, defaults: RequestDefaults) -> None:

@@ -194,8 +194,7 @@ class GroupMemory:
         """Return a row for each drafted token behind a chunk; fewer if blocks are few.
 
         Args:
-            group: a plain group, whose chunk runs its last token.
-            keep: number of blocks that stay available for others, without reservations.
+            keep: see `allocate_first`.
         """
         table, size, rows = group.first.block_ids, self.blocks.block_size, list[Chunk]()
         for position, token_id in enumerate(token_ids, start=chunk.end):

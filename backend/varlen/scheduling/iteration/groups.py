@@ -131,7 +131,7 @@ class Group:
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         is_plain: whether it is one sampled sequence without a source text.
-        may_draft: whether its tokens may be drafted: of their rows nothing depends on the rows before.
+        may_draft: whether its tokens may be drafted.
         max_branches: most of its samples or beams that run at the same time.
         streams: whether its client reads the answer token by token. The answer of a search comes in one part.
         beams: blocks that its beams write, and their slots, while it runs.
@@ -141,7 +141,7 @@ class Group:
         reserved: blocks that are reserved for it and not used yet.
         has_started: whether it has run before.
         skipped: number of steps that did not run it since it last ran or started, while no step in flight ran it.
-        drafter: drafts its tokens, once it has been asked.
+        drafter: drafts its tokens, if they were drafted before.
     """
 
     order: tuple[int, int, int]

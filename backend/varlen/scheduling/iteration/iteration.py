@@ -67,7 +67,7 @@ class GenerationCounts:
         blocks: use of KV memory.
         prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
         decode_tokens: generated tokens that have run.
-        drafted_tokens, accepted_tokens: drafted tokens that have run, and the ones that were chosen.
+        drafted_tokens, accepted_tokens: drafted tokens that ran, and those that were chosen.
         memory_preemptions: number of times that sequences gave back their blocks because there were too few.
         order_preemptions: number of times that sequences gave back their blocks to a request before them.
     """
@@ -404,15 +404,11 @@ class IterationScheduler:
         )
 
     def _drafts(self, chunks: Mapping[Group, Chunk], tokens: int) -> dict[Group, tuple[Chunk, ...]]:
-        """Return rows of drafted tokens for what the groups of a step leave free.
+        """Return rows of drafted tokens, where `tokens` of a step are left.
 
-        They take the rows of sequences that do not run, and add at most half of the expected seconds of the step. A row
-        runs if the time that it probably saves is longer than what it costs.
-
-        Args:
-            tokens: tokens of the step.
+        They add at most half of its expected seconds. A row runs if it probably saves more than it costs.
         """
-        speculation, cost = self._limits.speculation, self._cost
+        speculation, cost, memory = self._limits.speculation, self._cost, self._memory
         assert speculation is not None
         used = sum([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks.values()])
         free, least = min(self._queues.num_free, tokens - used), _LEAST_PROBABILITY
@@ -421,32 +417,29 @@ class IterationScheduler:
             free = min(free, int(seconds / 2 / cost.per_token))
             # each token of a step takes a part of its base
             least = max(least, cost.per_token * used / seconds)
-        found: list[tuple[Group, Chunk, list[int]]] = []
-        sum_expected = 0.0
+        drafts: dict[Group, list[int]] = {}
+        gain = 0.0
         for group, chunk in chunks.items():
             first = group.first
             most = min(free, group.max_length - first.length)
-            if most < 1 or not group.may_draft or not chunk.samples or len(chunk.token_ids) > 1:
+            is_last = chunk.samples and len(chunk.token_ids) == 1
+            # end tokens are banned before `min_tokens`
+            is_free = group.may_draft and chunk.num_generated >= first.generation.min_tokens
+            if most < 1 or not is_last or not is_free:
                 continue
-            # until then end tokens are banned
-            if chunk.num_generated < first.generation.min_tokens:
-                continue
-            if group.drafter is None:
-                group.drafter = Drafter(speculation)
-            num_unknown = 0 if chunk.follows is None else 1
+            group.drafter = group.drafter or Drafter(speculation)
+            num_unknown = int(chunk.follows is not None)
             draft, expected = group.drafter.draft(first.token_ids, num_unknown, most, least)
             if draft:
-                found.append((group, chunk, draft))
+                drafts[group] = draft
                 free -= len(draft)
-                sum_expected += expected
+                gain += expected
         # the next step cannot start ahead of it
-        if sum_expected < _LEAST_GAIN * used:
+        if gain < _LEAST_GAIN * used:
             return {}
         keep = self._queues.num_running
-        rows = (
-            (g, self._memory.draft_rows(g, chunk, draft, keep=keep)) for g, chunk, draft in found
-        )
-        return {group: each for group, each in rows if each}
+        rows = {g: memory.draft_rows(g, chunks[g], drafts[g], keep=keep) for g in drafts}
+        return {group: each for group, each in rows.items() if each}
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         """Return a step as a batch, and count it as running."""
@@ -543,12 +536,7 @@ class IterationScheduler:
     def _update_drafted(
         self, group: Group, rows: Sequence[Chunk], tokens: Sequence[SampledToken]
     ) -> list[Event]:
-        """Return the events of a group up to a token that was not drafted.
-
-        Args:
-            rows: its chunk, then the rows of its drafted tokens.
-            tokens: the token of each row.
-        """
+        """Return the events of a group's rows, up to a token that was not drafted."""
         first = group.first
         events = [*self._update_plain(group, rows[0], tokens[0])]
         accepted = 0

@@ -19,11 +19,11 @@ from tests.backend.scheduling.iteration.test_random_streams import (
 from varlen.errors import RequestError
 from varlen.scheduling.iteration.speculation import Drafter, Speculation
 
-LIMITS = Speculation(num_tokens=4, shortest=2, longest=4)
+LIMITS = Speculation(num_tokens=4, shortest=2)
 
 
 def drafter(**limits):
-    return Drafter(Speculation(**{"num_tokens": 4, "shortest": 2, "longest": 4, **limits}))
+    return Drafter(Speculation(**{"num_tokens": 4, "shortest": 2, **limits}))
 
 
 def draft_of(tokens, num_unknown=0, most=4, least=1e-9, **limits):
@@ -46,7 +46,7 @@ def test_nothing_is_drafted_behind_new_tokens():
 
 def test_the_longest_of_several_places_is_taken_and_of_equal_ones_the_last():
     assert draft_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], most=1) == [3]
-    assert draft_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], most=1, longest=2) == [4]
+    assert draft_of([7, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], most=1) == [4]
 
 
 def test_a_draft_that_reaches_the_end_repeats_the_period():
@@ -71,7 +71,7 @@ def test_drafts_are_as_long_as_guesses_were_right_whether_they_ran_or_not():
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 3), st.integers(0, 2))
 def test_a_draft_follows_an_equal_ngram(tokens, shortest, unknown):
-    one = drafter(shortest=shortest, longest=3)
+    one = drafter(shortest=shortest)
     draft = []
     for length in range(1, len(tokens) + 1):
         draft, _ = one.draft(tokens[:length], 0, 4, 1e-9)
