@@ -81,7 +81,8 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
+        " and fp32 on a CPU, where models that generate keep weights of 4 bits as the checkpoint has them. fp16 needs a"
+        " GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
         " in fp32. int4 has weights of 4 bits, for models that generate.",
         when="Set `int8` for the highest throughput on a CPU, `int4` for the shortest steps of few sequences and the"
         " least memory, `fp32` to compare answers with another system's.",
@@ -523,6 +524,11 @@ class EngineConfig:
     def num_processes(self) -> int:
         """Number of processes that hold a part of the model each: ranks or stages."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether a model that generates on a CPU may keep codes of 4 bits."""
+        return self.dtype == "auto" and self.device != "cuda" and self.pipeline_parallel == 1
 
     @property
     def of_checkpoint(self) -> "CheckpointSettings":

@@ -297,7 +297,8 @@ class GeneratorParts:
         )
         _log_defaults(checkpoint, self.defaults)
         longest = info.max_sequence_tokens
-        log_notes(checkpoint, task, longest, limit_notes(checkpoint, config, longest))
+        limits = limit_notes(checkpoint, config, longest)
+        log_notes(checkpoint, task, longest, limits, keeps_codes=config.keeps_codes)
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:
