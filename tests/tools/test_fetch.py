@@ -245,7 +245,7 @@ def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
     "settings, message",
     [
         ({"policy": "fifo"}, "policy is set; the task {task} ignores it"),
-        ({"dtype": "int8", "device": "cuda"}, 'dtype is "int8", which needs a CPU'),
+        ({"dtype": "fp8", "device": "cpu"}, 'dtype is "fp8", which needs a GPU'),
         ({"dtype": "fp16", "device": "cpu"}, 'dtype is "fp16", which needs a GPU'),
         ({"max_batch_size": "4"}, "max_batch_size is 4; a request of the task {task}"),
     ],
@@ -261,8 +261,8 @@ def test_refuses_what_a_model_that_generates_does_not_have(
 def test_a_dtype_may_be_for_the_device_of_another_machine(encoder, repository):
     fetch(str(encoder), repository=repository, settings={"dtype": "fp16"})
 
-    settings = {"dtype": "int8", "device": "cuda"}
-    with pytest.raises(FetchError, match='dtype is "int8", which needs a CPU'):
+    settings = {"dtype": "int4", "device": "cuda"}
+    with pytest.raises(FetchError, match='dtype is "int4", which needs a CPU'):
         fetch(str(encoder), repository=repository, settings=settings, force=True)
 
 

@@ -116,7 +116,7 @@ def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
     `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 on a
-    CPU it is fp32, the dtype of all but linear layers, and for int8 and fp8 on a GPU that of `auto`.
+    CPU it is fp32, the dtype of all but linear layers, and for int8 and fp8 on a GPU as for `auto`.
 
     Raises:
         ConfigError: see `check_dtype`.

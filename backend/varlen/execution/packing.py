@@ -193,9 +193,9 @@ def padded_inputs(inputs: Sequence[Value], dims: Dims, arrays: Arrays) -> dict[s
     return views
 
 
-def tensors_of(arrays: Arrays, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return arrays as tensors, which share their memory on a CPU."""
-    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Return arrays as tensors, which share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def prompt_arrays(

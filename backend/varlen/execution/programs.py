@@ -8,9 +8,12 @@ its decoder, then the encoder of its source texts, if it has one.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -26,9 +29,9 @@ from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.int8.int8_encoder import CalibratedEncoder
-from varlen.execution.int8.int8_model import CalibratedModel, to_int8
-from varlen.execution.int8.quantization import BITS, product_of
-from varlen.execution.int8.weight_codes import Codes, OnDevice, to_codes
+from varlen.execution.int8.int8_model import to_int8
+from varlen.execution.int8.quantization import BITS, WeightBits, product_of
+from varlen.execution.int8.weight_codes import Codes, to_codes
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
@@ -45,7 +48,9 @@ from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
 from varlen.tasks import TASKS, Task
-from varlen_kernels import cpu
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
+
+_log = logging.getLogger(__name__)
 
 # Input of a head that is a program of its own: the encoder's last hidden state of some sequences, `[tokens, hidden]`.
 HIDDEN = "hidden"
@@ -165,18 +170,16 @@ def _record(
         programs = tuple(of_stages[link.stage.number].program for of_stages in parts)
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
+    kernels_used = Counter(op.kernel for program in programs for op in program.ops)
+    if kept := kernels_used["linear_blocks"]:
+        _log.info("linear layers that keep codes of 4 bits: %d", kept)
+        fields["linear_blocks"] = str(kept)
     name = dtype.removeprefix("torch.")
     if loading.codes is not None:
-        on_gpu = OnDevice(kernels, loading.device)
-        programs = to_codes(model.calibrated(on_gpu), programs, loading.codes, on_gpu)
-        name = loading.codes
+        programs, name = to_codes(programs, loading.codes, loading.device), loading.codes
     elif bits := BITS.get(config.dtype):
         cores = max(workers, torch.get_num_threads())
-        layers: CalibratedModel[Any] = model.calibrated(cpu)
-        cache = find_cache(config.cache_folder)
-        # the heads of an encoder stay in fp32
-        body, rest = programs[: model.num_coded], programs[model.num_coded :]
-        programs = (*to_int8(layers, body, cache, bits, cores), *rest)
+        programs = model.to_int8(programs, find_cache(config.cache_folder), bits, cores)
         name = config.dtype
         fields["int8"] = product_of(bits).kernel
     return LoadedPrograms(
@@ -255,6 +258,11 @@ class _Loading:
         """Device on which weights are loaded."""
         return self.device if self.codes is None else torch.device("cpu")
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether linear layers of a model that generates keep codes of 4 bits."""
+        return self.config.keeps_codes and self.device.type == "cpu" and has_compiled_ops()
+
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
     ) -> Recorder:
@@ -269,14 +277,9 @@ class _Loading:
 
 
 class WholeSequences:
-    """An encoder, whose sequences run as a whole; or one stage.
-
-    Attributes:
-        num_coded: number of its programs, from the first one on, that have layers in int8.
-    """
+    """An encoder, whose sequences run as a whole; or one stage."""
 
     use = BATCHES
-    num_coded: int | None = 1
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading = loading
@@ -335,12 +338,7 @@ class WholeSequences:
     def _heads(self, task: Task) -> Heads:
         loading = self._loading
         return load_heads(
-            loading.checkpoint,
-            self._encoder,
-            task,
-            loading.dtype,
-            loading.weights_device,
-            loading.rank,
+            loading.checkpoint, self._encoder, task, loading.dtype, loading.device, loading.rank
         )
 
     def _record_labels(self, heads: Heads) -> tuple[Program, ...]:
@@ -358,7 +356,7 @@ class WholeSequences:
         return (ops.finish(labels),)
 
     def _record_head(self, ops: Recorder, task: Task, hidden: Value, heads: Heads) -> Value:
-        checkpoint, device = self._loading.checkpoint, self._loading.weights_device
+        checkpoint, device = self._loading.checkpoint, self._loading.device
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
         if task == "embed" and checkpoint.rounds:
             layers = (*layers, RoundLayer())
@@ -373,16 +371,18 @@ class WholeSequences:
             pools_prompt=checkpoint.pools_prompt,
         )
 
-    def calibrated(self, kernels: object) -> CalibratedEncoder:  # noqa: ARG002
-        """Return the model as its codes are chosen and measured."""
-        return CalibratedEncoder(self._encoder, self._loading.checkpoint, self._loading.device)
+    def to_int8(
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
+    ) -> tuple[Program, ...]:
+        calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
+        body, *heads = programs
+        return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
 
 
 class Steps:
     """A decoder, perhaps with an encoder, whose sequences run step by step; or one stage."""
 
     use = STEPS
-    num_coded: int | None = None
     type_vocab_size = 1
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
@@ -390,7 +390,12 @@ class Steps:
         self._has_sources = loading.checkpoint.translate is not None
         load = load_encoder_decoder if self._has_sources else load_decoder
         self._model: DecoderModel | EncoderDecoderModel = load(
-            loading.checkpoint, loading.dtype, loading.weights_device, loading.rank, stage
+            loading.checkpoint,
+            loading.dtype,
+            loading.weights_device,
+            loading.rank,
+            stage,
+            keeps_codes=loading.keeps_codes,
         )
         self.vocab_size = self._model.token_table.vocab_size
 
@@ -422,11 +427,12 @@ class Steps:
         kv = replace(kv, dtype=self._loading.dtype)
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
-    def calibrated(self, kernels: object) -> CalibratedDecoder:
-        """Return the model as its codes are chosen and measured."""
-        loading, kv = self._loading, replace(CALIBRATION_KV, dtype=self._loading.dtype)
-        recorded = record_steps(self._model, kv, loading.new_recorder)
-        return CalibratedDecoder(recorded, loading.checkpoint, loading.device, kernels)
+    def to_int8(
+        self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
+    ) -> tuple[Program, ...]:
+        recorded = record_steps(self._model, CALIBRATION_KV)
+        calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
+        return to_int8(calibrated, programs, cache, bits, cores)
 
 
 def record_steps(

@@ -54,7 +54,7 @@ _STAGES = 3
 _LINE, _REQUESTED = tl.constexpr(128), tl.constexpr(4)
 # What a norm subtracts and divides by.
 _NONE, _RMS, _LAYER = (tl.constexpr(each) for each in range(3))
-# What a number of fp8 with the bits of its exponent in place of those of fp32 is multiplied by.
+# The bias of exponents of fp32 by the bias of fp8.
 _BIAS = tl.constexpr(2.0**120)
 # Compute capability from which GPUs convert fp8.
 _FP8_ARCH = 89
@@ -522,10 +522,7 @@ def linear(
 ) -> Tensor:
     """Return x @ weight + bias, see `reference.linear`.
 
-    Codes of 8 bits have a kernel, for any number of rows; other weights are multiplied by cuBLAS.
-
-    Raises:
-        ValueError: see `norm_append_kv`.
+    Codes have a kernel, for any number of rows.
     """
     if isinstance(weight, Tensor):
         return reference.linear(x, weight, bias, out=out)
@@ -540,11 +537,7 @@ def linear_activate(
     kind: Activation,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the activation of x @ weight + bias, see `reference.linear_activate` and `linear`.
-
-    Raises:
-        ValueError: see `norm_append_kv`.
-    """
+    """Return the activation of x @ weight + bias, see `reference.linear_activate`."""
     if isinstance(weight, Tensor):
         return activation.linear_activate(x, weight, bias, kind=kind, out=out)
     return _linear(x, weight, bias, None, None, out, kind=kind)
@@ -672,10 +665,7 @@ def _check_few(rows: int) -> None:
 
 
 def _of_weight(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
-    """Return weight and scale of a kernel; a scale that it does not read is `x`.
-
-    fp8 is bytes where the GPU has no instructions for it.
-    """
+    """Return weight and scale of a kernel, see `_of_norm`; fp8 may be bytes."""
     if isinstance(weight, Tensor):
         return weight, x
     codes, scale = weight

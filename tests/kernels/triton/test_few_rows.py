@@ -244,7 +244,7 @@ def fp8_forms(monkeypatch):
 
 
 def coded_of(hidden, features, codes, device):
-    """Return codes in the layout of the kernels, the least and the largest ones among them."""
+    """Return codes in the layout of the kernels, the extreme ones among them."""
     generator = torch.Generator().manual_seed(1)
     # 127 is the NaN of fp8
     numbers = torch.randint(-126, 127, (features, hidden), generator=generator)

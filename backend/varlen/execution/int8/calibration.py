@@ -43,15 +43,11 @@ class VectorQuality:
     cosine_min: float
     spearman: float
 
-    def beside(self, dtype: str) -> str:
-        """Return the quality as text, beside answers in this dtype."""
+    def __str__(self) -> str:
         return (
-            f"cosine to {dtype} {self.cosine_mean:.4f} on average and {self.cosine_min:.4f} at least, Spearman"
+            f"cosine to fp32 {self.cosine_mean:.4f} on average and {self.cosine_min:.4f} at least, Spearman"
             f" {self.spearman:.4f} ({self.texts} texts)"
         )
-
-    def __str__(self) -> str:
-        return self.beside("fp32")
 
     @property
     def is_high(self) -> bool:
@@ -84,15 +80,11 @@ class LogitQuality:
     perplexity: float
     fp32_perplexity: float
 
-    def beside(self, dtype: str) -> str:
-        """Return the quality as text, beside answers in this dtype."""
+    def __str__(self) -> str:
         return (
-            f"KL divergence from {dtype} {self.kl_mean:.5f}, the same best token {self.same_best:.1%} of the time,"
+            f"KL divergence from fp32 {self.kl_mean:.5f}, the same best token {self.same_best:.1%} of the time,"
             f" perplexity {self.perplexity:.2f} instead of {self.fp32_perplexity:.2f} ({self.texts} texts)"
         )
-
-    def __str__(self) -> str:
-        return self.beside("fp32")
 
     @property
     def is_high(self) -> bool:

@@ -7,8 +7,7 @@ model itself makes of them in fp32, by greedy search.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,19 +16,11 @@ from torch import Tensor
 from varlen.execution.arenas import KvSize, caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.int8.calibration import LogitQuality, compare_logits
-from varlen.execution.packing import (
-    Arrays,
-    source_arrays,
-    source_dims,
-    step_arrays,
-    step_dims,
-    tensors_of,
-)
+from varlen.execution.packing import source_arrays, source_dims, step_arrays, step_dims
 from varlen.memory.arena import Arena, Layout, alignment_of
-from varlen.memory.usage import Dims
 from varlen.models.checkpoint.translate_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import PackedBatch, Program
+from varlen.program.program import Program
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
 from varlen.scheduling.batch import Chunk
@@ -59,36 +50,24 @@ class CalibratedDecoder:
 
     name: str
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        checkpoint: Checkpoint,
-        device: torch.device = _CPU,
-        kernels: object = cpu,
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], checkpoint: Checkpoint) -> None:
         """Keep the programs of a model.
 
         Args:
-            programs: programs of `record_steps` in fp32 on the CPU, or as a GPU runs them, with the sizes of
-                `CALIBRATION_KV`.
-            device: device that runs them.
-            kernels: kernels that translate source texts.
+            programs: programs of `record_steps` in fp32 on the CPU, with `CALIBRATION_KV`.
         """
-        self._device, self._kernels = device, kernels
         self.programs: tuple[Program, ...] = tuple(programs)
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
         self.most_texts = _TOGETHER
         self.seen_tokens = min(_LONGEST * _TOGETHER, _MOST_SEEN_LOGITS // checkpoint.vocab_size)
-        most = _MOST_LOGITS if device.type == "cpu" else _MOST_SEEN_LOGITS
-        self.measured_tokens = most // checkpoint.vocab_size
+        self.measured_tokens = _MOST_LOGITS // checkpoint.vocab_size
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         if self.checkpoint.translate is None:
             return [Prompt(text) for text in texts]
-        steps = _Steps(self.programs, self._kernels, _TOGETHER, self._device)
-        tokens = self.checkpoint.translate.tokens
+        steps, tokens = _Steps(self.programs, cpu, _TOGETHER), self.checkpoint.translate.tokens
         length = min(self.longest, _LONGEST_TARGET)
         return [
             prompt
@@ -105,7 +84,7 @@ class CalibratedDecoder:
             for place, prompt in enumerate(prompts)
         ]
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        logits = _Steps(programs, kernels, sum(lengths), self._device).logits(chunks)
+        logits = _Steps(programs, kernels, sum(lengths)).logits(chunks)
         yield from torch.split(logits, lengths)
 
     def compare(
@@ -118,20 +97,17 @@ class CalibratedDecoder:
 class _Steps:
     """Runs steps of up to `_TOGETHER` texts."""
 
-    def __init__(
-        self, programs: Sequence[Program], kernels: object, logit_rows: int, device: torch.device
-    ) -> None:
-        caches = caches_of(programs[0].states, new_caches(programs[0].states, device))
+    def __init__(self, programs: Sequence[Program], kernels: object, logit_rows: int) -> None:
+        caches = caches_of(programs[0].states, new_caches(programs[0].states, _CPU))
         # the sources of a step are encoded together
         tokens = _LONGEST * _TOGETHER if len(programs) > 1 else logit_rows
         largest = {"tokens": tokens, "sequences": _TOGETHER, "logit_rows": logit_rows}
         arenas = [
-            Arena(Layout(program.buffers, alignment_of(device)), largest, device)
+            Arena(Layout(program.buffers, alignment_of(_CPU)), largest, _CPU)
             for program in programs
         ]
-        on_cpu = partial(CpuRunner, of_steps=True)
         self._decoder, *self._encoders = [
-            (on_cpu if device.type == "cpu" else _OpByOp)(program, kernels, arena, caches)
+            CpuRunner(program, kernels, arena, caches, of_steps=True)
             for program, arena in zip(programs, arenas, strict=True)
         ]
 
@@ -144,23 +120,6 @@ class _Steps:
         inputs["logit_rows"] = np.arange(len(inputs["token_ids"]), dtype=np.int32)
         (logits,) = self._decoder.run(inputs, step_dims(inputs))
         return logits
-
-
-class _OpByOp:
-    """Runs a program on a GPU, op by op; see `CpuRunner`."""
-
-    def __init__(
-        self, program: Program, kernels: object, arena: Arena, states: Mapping[str, Tensor]
-    ) -> None:
-        self._program, self._kernels, self._arena, self._states = program, kernels, arena, states
-
-    def run(
-        self, arrays: Arrays, dims: Dims, out: Sequence[Tensor] | None = None
-    ) -> Sequence[Tensor]:
-        batch = PackedBatch(tensors_of(arrays, self._arena.device), dims)
-        region = self._arena.allocate(dims)
-        outputs = self._program.run(batch, self._kernels, region, states=self._states, out=out)
-        return [each.cpu() for each in outputs]
 
 
 def _translate(

@@ -25,18 +25,15 @@ class CalibratedEncoder:
     most_texts = seen_tokens = 8192
     measured_tokens = 2048
 
-    def __init__(
-        self, encoder: EncoderModel, checkpoint: Checkpoint, device: torch.device = _CPU
-    ) -> None:
+    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
         """Record the encoder.
 
         Args:
-            encoder: encoder in fp32 on the CPU, or as a GPU runs it.
-            device: device that runs it.
+            encoder: encoder in fp32 on the CPU.
         """
-        self.checkpoint, self._device = checkpoint, device
+        self.checkpoint = checkpoint
         self.longest = checkpoint.max_sequence_tokens
-        ops = Recorder(for_gpu=device.type == "cuda")
+        ops = Recorder()
         hidden = encoder.record(ops)
         head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
         self.programs: tuple[Program, ...] = (ops.finish(head),)
@@ -51,13 +48,13 @@ class CalibratedEncoder:
         (program,) = programs
         lengths = [prompt.num_tokens for prompt in prompts]
         dims = dims_of(lengths)
-        layout, device = Layout(program.buffers, alignment_of(self._device)), self._device
-        arena = Arena(layout, largest_dims(dims["tokens"], len(prompts)), device)
+        layout = Layout(program.buffers, alignment_of(_CPU))
+        arena = Arena(layout, largest_dims(dims["tokens"], len(prompts)), _CPU)
         names = [value.name for value in program.inputs]
         arrays = prompt_arrays(names, prompts, [DEFAULT_OPTIONS] * len(prompts))
-        batch = PackedBatch(tensors_of(arrays, device), dims)
+        batch = PackedBatch(tensors_of(arrays), dims)
         (output,) = program.run(batch, kernels, arena.allocate(dims))
-        yield from output.float().cpu().numpy()
+        yield from output.numpy()
 
     def compare(
         self,

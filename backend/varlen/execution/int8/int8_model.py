@@ -173,8 +173,10 @@ def _calibrate(
     cores: int,
 ) -> Calibration:
     known, random = _token_ids(model, texts), _random_ids(model)
+    # a tokenizer that knows few tokens of the texts leaves random ones
+    has_texts = len(known) >= LEAST_TEXTS
     seen = _batches(model.prompts([*known[::2], *random]), model.most_texts, model.seen_tokens)
-    held_out = model.prompts(_held_out(known, random))
+    held_out = model.prompts(known[1::2] if has_texts else random)
     measured = _batches(held_out, model.most_texts, model.measured_tokens)
 
     def run(
@@ -237,30 +239,6 @@ def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
         while (answer := found.result()) is not None:
             found = thread.submit(following)
             yield answer
-
-
-@torch.inference_mode()
-def measure(
-    model: CalibratedModel[_Answer], programs: Sequence[Program], kernels: object
-) -> Quality:
-    """Return the quality of other programs of a model, on the texts that measure that of a calibration.
-
-    Args:
-        programs: its programs with other weights.
-        kernels: kernels of both.
-    """
-    prompts = model.prompts(_held_out(_token_ids(model, TEXTS), _random_ids(model)))
-    batches = _batches(prompts, model.most_texts, model.measured_tokens)
-
-    def answers(programs: Sequence[Program]) -> Iterator[_Answer]:
-        return (each for batch in batches for each in model.run(programs, kernels, batch))
-
-    return model.compare(answers(programs), answers(model.programs), prompts)
-
-
-def _held_out(known: Sequence[Int32Array], random: Sequence[Int32Array]) -> Sequence[Int32Array]:
-    """Return the texts that measure quality; a tokenizer that knows few leaves random tokens."""
-    return known[1::2] if len(known) >= LEAST_TEXTS else random
 
 
 def check_int8(bits: WeightBits = 8) -> None:
