@@ -294,14 +294,17 @@ class IterationScheduler:
             self._memory.copies.end(step.copies)
         outputs, end = result.outputs, sum(map(len, step.drafts.values()))
         drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
+        rows: tuple[Chunk, ...] = ()
+        more: tuple[SampledToken, ...] = ()
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = {group: step.chunks[group] for group in step.groups}
         self._count_served(present)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
-            rows = step.drafts.get(group, ()) if step.drafts else ()
-            more = tuple(islice(drafted, len(rows)))
+            if step.drafts:
+                rows = step.drafts.get(group, ())
+                more = tuple(islice(drafted, len(rows)))
             if group not in present:
                 continue
             if group.is_plain and chunk.samples:
