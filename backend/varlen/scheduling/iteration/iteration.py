@@ -44,7 +44,6 @@ from varlen.scheduling.batch import (
     Event,
     Failure,
     SequenceFailure,
-    SequenceOutput,
     append_token,
     write_answers,
 )
@@ -544,8 +543,8 @@ class IterationScheduler:
         events = [*self._update_plain(group, rows[0], tokens[0])]
         accepted = 0
         for row, before, token in zip(rows[1:], tokens, tokens[1:], strict=False):
-            is_next = events and isinstance(events[-1], SequenceOutput)
-            if not is_next or first.status == "finished" or row.token_ids[0] != before.token_id:
+            is_next = row.token_ids[0] == before.token_id and not before.is_pending
+            if not is_next or first.status == "finished":
                 break
             accepted += 1
             first.num_computed += 1
