@@ -359,9 +359,10 @@ class Outbox:
         if self._tracer is not None:
             try:
                 reply.begin_trace(self._tracer, request.trace().get_context())
-            except Exception:
+            except Exception as error:
                 # without its sender, the request would never be answered
-                _log.exception("requests cannot be traced")
+                line = "requests are not traced: %r; the extra `tracing` has packages, their variables the collector"
+                _log.warning(line, error)
                 self._tracer = None
         return reply
 
