@@ -361,8 +361,7 @@ class Outbox:
                 reply.begin_trace(self._tracer, request.trace().get_context())
             except Exception as error:
                 # without its sender, the request would never be answered
-                line = "requests are not traced: %r; the extra `tracing` has packages, their variables the collector"
-                _log.warning(line, error)
+                _log.warning("requests are not traced, for which the extra `tracing` is: %r", error)
                 self._tracer = None
         return reply
 
