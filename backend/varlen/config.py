@@ -20,6 +20,7 @@ RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai", "bge"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
+SpeculationMethod: TypeAlias = Literal["none", "ngram"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 # Bytes of a text for each token: few texts have more. Lower bounds of the defaults that follow the longest sequence.
@@ -385,6 +386,30 @@ class EngineConfig:
         when="Set `none` if requests without options should not depend on the checkpoint, or if its `max_new_tokens` is"
         " too small.",
         choices=get_args(GenerationDefaults),
+        tasks=("generate",),
+    )
+    speculation: SpeculationMethod = parameter_field(
+        "none",
+        "`ngram` drafts tokens: what followed the last tokens where they came before, in the prompt or answer. A step"
+        " verifies several, and answers do not change.",
+        when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents.",
+        choices=get_args(SpeculationMethod),
+        tasks=("generate",),
+    )
+    num_speculative_tokens: int = parameter_field(
+        5,
+        "Longest draft in tokens. Drafts run in places of sequences that are free.",
+        when="Raise it if answers copy long parts.",
+        lowest=1,
+        highest=64,
+        tasks=("generate",),
+    )
+    prompt_lookup_min: int = parameter_field(
+        2,
+        "Number of last tokens that have to be found again for a draft.",
+        when="Raise it if few drafted tokens are chosen (`varlen_draft_tokens_accepted_total`).",
+        lowest=1,
+        highest=16,
         tasks=("generate",),
     )
 

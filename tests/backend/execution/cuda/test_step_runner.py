@@ -157,6 +157,29 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
         assert_close(cache, cpu_caches[name], roundings=roundings)
 
 
+def test_drafted_tokens_are_rows_that_read_the_rows_before_them(folder, steps, chunk):
+    whole = chunk(13, 6)
+    rows = [
+        whole._replace(
+            start=position, token_ids=(token,), block_ids=whole.block_ids[: position // 16 + 1]
+        )
+        for position, token in enumerate(whole.token_ids, start=13)
+    ]
+    (cpu, cpu_caches), (gpu, gpu_caches) = steps
+    roundings = encoder_roundings(folder)
+
+    alone, drafted = packed([whole]), packed(rows)
+    expected = cpu.run(alone.inputs, step_dims(alone.inputs)).clone()
+    cached = {name: cache.clone() for name, cache in cpu_caches.items()}
+
+    found = cpu.run(drafted.inputs, step_dims(drafted.inputs)).clone()
+    assert_close(found[-1:], expected, roundings=roundings)
+    assert_close(logits_of(gpu, drafted), found, roundings=roundings)
+    for caches in (cpu_caches, gpu_caches):
+        for name, cache in caches.items():
+            assert_close(cache, cached[name], roundings=roundings)
+
+
 def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
     _, (gpu, _) = steps
     captured = graphs.captured
