@@ -111,7 +111,7 @@ class _Tile:
                     builder.store(self._added(builder.load(total), number, factor), total)
 
     def _number(self, row: Any, place: Any) -> Any:
-        """Return a number of a row in fp32, or a pair of bf16 numbers as bits."""
+        """Return a number of a row in fp32, or a pair of bf16 as bits."""
         kind = _HALF if self._width == 2 and self._depth == 1 else _INT
         number = self._builder.load(self._at(row, place, kind), align=self._width)
         if kind is _HALF:
