@@ -11,8 +11,8 @@ from varlen.request.request import Float32Array
 # In fp32, the largest difference that rounding explains, relative to the largest value.
 FP32_DIFFERENCE = 1e-3
 # In other dtypes, the least cosine of vectors, and the largest difference of logits.
-LEAST_COSINE: Mapping[DType, float] = {"bf16": 0.995, "fp16": 0.999, "int8": 0.98}
-LARGEST_DIFFERENCE: Mapping[DType, float] = {"bf16": 0.05, "fp16": 0.01, "int8": 0.2}
+LEAST_COSINE: Mapping[DType, float] = {"bf16": 0.995, "fp16": 0.999, "int8": 0.98, "fp8": 0.98}
+LARGEST_DIFFERENCE: Mapping[DType, float] = {"bf16": 0.05, "fp16": 0.01, "int8": 0.2, "fp8": 0.2}
 # In every dtype, the largest difference of a score that rounding explains, relative to the score: the libraries compute
 # them in fp32. Smaller scores than the least normal number are equal.
 SCORE_DIFFERENCE = 1e-5
@@ -24,6 +24,7 @@ _NAMES: Mapping[str, DType] = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "int8": "int8",
+    "fp8": "fp8",
 }
 
 
