@@ -701,7 +701,7 @@ def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repositor
         (["--set", "max_bach_tokens=9"], 'Did you mean "max_batch_tokens"?'),
         (["--inputs", "audio"], "'audio' is not one of 'all', 'text', 'ids'"),
         (["--set", "max_sequence_tokens=41"], "this checkpoint has position embeddings for 40"),
-        (["--set", "dtype=fp8"], 'dtype is "fp8"; allowed: auto, fp32, fp16, bf16'),
+        (["--set", "dtype=fp9"], 'dtype is "fp9"; allowed: auto, fp32, fp16, bf16'),
         (["--set", "max_batch_size=0"], 'max_batch_size is "0"'),
         (["--set", "dtype"], '"dtype"; allowed: key=value'),
         (["--name", "../up"], "the name '../up' cannot be a model's"),
