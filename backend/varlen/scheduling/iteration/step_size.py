@@ -16,6 +16,7 @@ from itertools import chain
 
 from varlen.request.request import Request
 from varlen.scheduling.iteration.groups import Group, Part
+from varlen.scheduling.iteration.speculation import Speculation
 from varlen.scheduling.sequence import Forecast
 
 
@@ -31,6 +32,7 @@ class StepLimits:
         short_slots: slots beside them for short sequences.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
         launch_steps: most steps of searches in one launch.
+        speculation: limits of drafted tokens; None if there are none.
     """
 
     max_step_tokens: int
@@ -41,6 +43,7 @@ class StepLimits:
     short_tokens: int
     stages: int = 1
     launch_steps: int = 1
+    speculation: Speculation | None = None
 
     @property
     def step_latency_seconds(self) -> float:
