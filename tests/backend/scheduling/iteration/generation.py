@@ -172,7 +172,8 @@ class KvExecutor(HeldExecutor):
                 outputs += [self._sample(chunk, sample) for sample in chunk.samples]
                 of_rows += outputs[len(outputs) - len(chunk.samples) :]
         self.outputs = of_rows
-        return BatchResult(outputs or self._launched(batch), self.seconds(batch))
+        outputs = self._launched(batch) if batch.steps > 1 else outputs
+        return BatchResult(outputs, self.seconds(batch))
 
     def _next_failure(self):
         """Return the failure of a step that starts, or None."""
