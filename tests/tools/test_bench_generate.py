@@ -159,7 +159,7 @@ def test_bench_figures_compare_with_peers_of_equal_precision():
     assert bench_line("generate", found).startswith(
         "BENCH generate: vs_static_batch=5 vs_best_peer=1.5 vs_request_level=2 ttft_p99_ratio=0.1"
         " best_peer=ctranslate2-fp32-sorted tokens_per_second=315 decode_fraction_of_limit=0.625"
-        " tiny_gpt2_vs_static_batch=n/a"
+        " drafts_vs_none=n/a tiny_gpt2_vs_static_batch=n/a"
     )
 
 

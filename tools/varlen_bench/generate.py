@@ -168,7 +168,6 @@ class GenerateSubject(GeneratingSubject):
         return {
             "vs_static_batch": speed_ratio(ours, static),
             "vs_best_peer": speed_ratio(ours, peer),
-            "drafts_vs_none": speed_ratio(drafting, ours),
             "vs_request_level": speed_ratio(ours, result_of(at_once, REQUEST_LEVEL)),
             "ttft_p99_ratio": rounded(
                 ratio(first.median("ttft_p99_ms") if first else None, soonest)
@@ -176,6 +175,7 @@ class GenerateSubject(GeneratingSubject):
             "best_peer": peer.system.name if peer else None,
             "tokens_per_second": rounded(ours.median("tokens_per_second") if ours else None, 1),
             "decode_fraction_of_limit": rounded(ratio(limit_ms, step_ms)),
+            "drafts_vs_none": speed_ratio(drafting, ours),
         }
 
 
