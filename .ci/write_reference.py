@@ -61,6 +61,7 @@ _METRIC_SECTIONS = {
         "varlen_waiting",
         "varlen_prefill",
         "varlen_decode",
+        "varlen_draft",
         "varlen_preemptions",
         "varlen_order",
         "varlen_kv",

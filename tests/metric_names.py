@@ -34,6 +34,7 @@ SERIES = {
         varlen_response_cache_evictions_total varlen_prefill_tokens_total
         varlen_decode_tokens_total varlen_preemptions_total varlen_order_preemptions_total
         varlen_prefix_cache_hit_tokens_total
+        varlen_draft_tokens_total varlen_draft_tokens_accepted_total
         varlen_grammar_compilations_total varlen_grammar_evictions_total
         """.split(),
         "COUNTER",

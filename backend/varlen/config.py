@@ -20,6 +20,7 @@ RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai", "bge"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
+SpeculationMethod: TypeAlias = Literal["none", "ngram"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 # Bytes of a text for each token: few texts have more. Lower bounds of the defaults that follow the longest sequence.
@@ -80,7 +81,8 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
+        " and fp32 on a CPU, where models that generate keep weights of 4 bits as the checkpoint has them. fp16 needs a"
+        " GPU. int8 and int4 need a CPU: linear layers run in int8, the rest"
         " in fp32. int4 has weights of 4 bits, for models that generate.",
         when="Set `int8` for the highest throughput on a CPU, `int4` for the shortest steps of few sequences and the"
         " least memory, `fp32` to compare answers with another system's.",
@@ -386,6 +388,30 @@ class EngineConfig:
         choices=get_args(GenerationDefaults),
         tasks=("generate",),
     )
+    speculation: SpeculationMethod = parameter_field(
+        "none",
+        "`ngram` drafts tokens: what followed the last tokens where they came before, in the prompt or answer. A step"
+        " verifies several, and answers do not change.",
+        when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents.",
+        choices=get_args(SpeculationMethod),
+        tasks=("generate",),
+    )
+    num_speculative_tokens: int = parameter_field(
+        5,
+        "Longest draft in tokens. Drafts run in places of sequences that are free.",
+        when="Raise it if answers copy long parts.",
+        lowest=1,
+        highest=64,
+        tasks=("generate",),
+    )
+    prompt_lookup_min: int = parameter_field(
+        2,
+        "Number of last tokens that have to be found again for a draft.",
+        when="Raise it if few drafted tokens are chosen (`varlen_draft_tokens_accepted_total`).",
+        lowest=1,
+        highest=16,
+        tasks=("generate",),
+    )
 
     # Grammars and templates
     sandbox_seconds: int = parameter_field(
@@ -498,6 +524,11 @@ class EngineConfig:
     def num_processes(self) -> int:
         """Number of processes that hold a part of the model each: ranks or stages."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether a model that generates on a CPU may keep codes of 4 bits."""
+        return self.dtype == "auto" and self.device != "cuda" and self.pipeline_parallel == 1
 
     @property
     def of_checkpoint(self) -> "CheckpointSettings":

@@ -135,6 +135,12 @@ _ROTATE = Function(
 _MULTIPLY = Function(
     "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
 )
+# a word has eight codes, as many as it takes multiplications to read
+_MULTIPLY_BLOCKS = Function(
+    "multiply_blocks",
+    "x:matrix panels:int32 scales:fp32 bias:row out=matrix size:whole",
+    _panels(1),
+)
 _MULTIPLY_GROUPS = Function(
     "multiply_groups",
     "x:matrix panels:matrix cu_groups:ids bias:matrix out=matrix",
@@ -470,6 +476,13 @@ _ROWS = (
         "cpu",
         _MULTIPLY.of(panels="weight.panels", kind=_kind),
         name="linear_panels_activate",
+    ),
+    Op(
+        reference.linear,
+        _panel_product,
+        "cpu",
+        _MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales size")),
+        name="linear_blocks",
     ),
     Op(linear_int8, _int8_product, "cpu"),
     Op(linear_int8, _int8_product, "cpu", name="linear_int8_packed"),

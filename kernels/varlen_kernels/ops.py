@@ -1,6 +1,7 @@
 """The forms of ops for a device: `reference`, `cpu`, `fused` or `fused_ranks`."""
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -26,3 +27,16 @@ def kernels_for(device: torch.device, ranks: int = 1) -> ModuleType:
     from varlen_kernels import cpu
 
     return cpu
+
+
+def decode_programs(device: torch.device, **shapes: Any) -> int:
+    """Return the number of programs that read one context in a decode step.
+
+    Args:
+        shapes: see `varlen_kernels.triton.attention_decode.decode_splits`.
+    """
+    if device.type != "cuda":
+        return 1
+    from varlen_kernels.triton.attention_decode import decode_splits
+
+    return decode_splits(device, **shapes).count

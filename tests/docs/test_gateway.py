@@ -1,7 +1,10 @@
 """The pages about the gateway name its paths and limits."""
 
+import asyncio
 import re
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from starlette.routing import Route
@@ -22,18 +25,26 @@ MIGRATION = (PROJECT / "docs/start/migration.md").read_text()
 
 @cache
 def paths() -> frozenset[str]:
-    """Return the paths of the gateway."""
-    app = create_app(GatewaySettings(url="grpc://127.0.0.1:1"))
-    return frozenset(route.path_format for route in app.routes if isinstance(route, Route))
+    """Return the paths of a gateway that has all of them."""
+
+    async def found() -> frozenset[str]:
+        with TemporaryDirectory() as folder:
+            settings = GatewaySettings(url="grpc://127.0.0.1:1", batch_folder=Path(folder))
+            app = create_app(settings)
+            async with app.router.lifespan_context(app):
+                routes = [route for route in app.routes if isinstance(route, Route)]
+                return frozenset(route.path_format for route in routes)
+
+    return asyncio.run(found())
 
 
 def named_paths(text: str) -> set[str]:
     """Return the paths in code: `/embed` and `POST /embed`."""
-    return set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)`", text))
+    return set(re.findall(r"`(?:GET |POST |DELETE )?(/[\w/.{}]*)`", text))
 
 
 def test_the_endpoints_are_those_of_the_gateway():
-    listed = re.findall(r"^\| (`(?:GET|POST) .*?) \|", GATEWAY, re.MULTILINE)
+    listed = re.findall(r"^\| (`(?:GET|POST|DELETE) .*?) \|", GATEWAY, re.MULTILINE)
 
     found = {path.replace("/NAME", "/{name}") for row in listed for path in named_paths(row)}
     assert found == paths()

@@ -107,6 +107,7 @@ class RunningGateway:
 
     url: str
     server: LocalServer
+    process: subprocess.Popen[bytes]
 
 
 @pytest.fixture(scope="module")
@@ -127,24 +128,29 @@ def gateway(server, repository, tmp_path_factory):
         n_positions=4096,
     )
     add_model(repository, "writer", writer, task="generate")
+    running = start_gateway(server, folder)
+    try:
+        assert [load(server, name) for name in ("ranker", "writer")] == [None, None]
+        wait_until(lambda: is_healthy(running.url), "the gateway is healthy")
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(TIMEOUT_SECONDS)
+        unload(server, "ranker")
+        unload(server, "writer")
+
+
+def start_gateway(server: LocalServer, folder: Path, *options: str) -> RunningGateway:
+    """Start `varlen serve-http` with its log in a folder."""
     # free again for uvicorn, which shares no port
     with reserved_port() as port:
         pass
     command = [sys.executable, "-m", "varlen_client.cli.main", "serve-http"]
-    command += ["--url", server.grpc_url, "--port", str(port)]
-    url = f"http://{LOOPBACK}:{port}"
-    with (folder / "gateway.log").open("wb") as log:
+    command += ["--url", server.grpc_url, "--port", str(port), *options]
+    with (folder / "gateway.log").open("ab") as log:
         environment = os.environ | {"VARLEN_API_KEYS": "key"}
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        assert [load(server, name) for name in ("ranker", "writer")] == [None, None]
-        wait_until(lambda: is_healthy(url), "the gateway is healthy")
-        yield RunningGateway(url, server)
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT_SECONDS)
-        unload(server, "ranker")
-        unload(server, "writer")
+    return RunningGateway(f"http://{LOOPBACK}:{port}", server, process)
 
 
 def is_healthy(url: str) -> bool:
@@ -190,6 +196,55 @@ def test_a_killed_batch_job_goes_on_and_answers_each_request_once(gateway, round
             one, other = (np.array(each["data"][0]["embedding"]) for each in vectors)
             # batches of other rows add in another order
             assert_close(one, other, roundings=roundings[EMBEDDER])
+
+
+def test_a_killed_gateway_goes_on_with_its_batches_and_answers_each_request_once(gateway, tmp_path):
+    names = [f"r{number}" for number in range(40)]
+    body = {"model": "writer", "prompt": "hello", "max_tokens": 40, "ignore_eos": True}
+    requests = (
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+        for name in names
+    )
+    content = "".join(f"{json.dumps(each)}\n" for each in requests).encode()
+    options = ["--batch-folder", str(tmp_path / "batches")]
+
+    async def create(client: openai.AsyncOpenAI) -> str:
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        while batch.request_counts.completed == 0:
+            batch = await client.batches.retrieve(batch.id)
+        return batch.id
+
+    async def answers(client: openai.AsyncOpenAI, batch_id: str) -> str:
+        while (batch := await client.batches.retrieve(batch_id)).status != "completed":
+            await asyncio.sleep(0.05)
+        assert batch.request_counts.completed == len(names)
+        return (await client.files.content(batch.output_file_id)).text
+
+    async def with_client(call: Any, *arguments: str) -> str:
+        async with openai_client(running) as client:
+            return await call(client, *arguments)
+
+    running = start_gateway(gateway.server, tmp_path, *options)
+    try:
+        wait_until(lambda: is_healthy(running.url), "the gateway is healthy")
+        batch_id = asyncio.run(with_client(create))
+        running.process.kill()
+        running.process.wait(TIMEOUT_SECONDS)
+        running = start_gateway(gateway.server, tmp_path, *options)
+        wait_until(lambda: is_healthy(running.url), "the gateway is healthy")
+        found = [
+            json.loads(line)
+            for line in asyncio.run(with_client(answers, batch_id)).split("\n")[:-1]
+        ]
+    finally:
+        running.process.terminate()
+        running.process.wait(TIMEOUT_SECONDS)
+
+    assert sorted(each["custom_id"] for each in found) == sorted(names)
+    assert {len(each["response"]["body"]["choices"]) for each in found} == {1}
 
 
 def openai_client(gateway: RunningGateway) -> openai.AsyncOpenAI:

@@ -66,6 +66,8 @@ def server(checkpoint, with_defaults, tmp_path_factory):
     add_model(folder, "sampled", with_defaults, task="generate", generation_config="none")
     add_model(folder, "writer", checkpoint, task="generate", max_text_bytes="65536")
     once = "model_transaction_policy { decoupled: false }"
+    drafts = {"speculation": "ngram", "prompt_lookup_min": "1"}
+    add_model(folder, "drafting", checkpoint, task="generate", **drafts)
     add_model(folder, "once", checkpoint, text=once, task="generate")
     with LocalServer(folder, arguments=["--load-model=writer"], is_managed=True) as running:
         running.wait_ready()
@@ -281,6 +283,18 @@ def test_a_request_chooses_one_of_the_templates_with_names(server_of_all):
         assert chosen.token_ids == client.generate("hello").token_ids
         with pytest.raises(InvalidRequest, match="send chat_template with one of their names: rag"):
             client.generate(messages)
+
+
+def test_drafts_change_no_answer(server, url, in_process):
+    load_all(server, ["drafting"])
+    prompts = [[5, 6, 7] * 6, prompt_of(20)]
+    with Client(url, "drafting") as client:
+        for prompt in prompts:
+            (expected,) = in_process.generate([prompt], max_tokens=40, **GREEDY)
+            parts = list(client.stream(prompt, max_tokens=40, **GREEDY))
+            assert [token for part in parts for token in part.token_ids] == [*expected.token_ids]
+    accepted = "varlen_draft_tokens_accepted_total"
+    wait_until(lambda: metrics(server, "drafting")[accepted] > 0, "drafted tokens are counted")
 
 
 def test_the_generate_endpoint_takes_plain_json(server, in_process):

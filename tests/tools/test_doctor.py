@@ -32,6 +32,8 @@ from varlen_tools.doctor.examine import agreement
 from varlen_tools.doctor.report import short_config
 from varlen_tools.fetch import fetch
 
+PRICE = r"int8: \d+\.\d times as fast here, mean cosine [01]\.\d{4}(: set dtype: int8)?"
+
 
 def doctor(folder, *arguments):
     return CliRunner(env={"COLUMNS": "160"}).invoke(
@@ -536,9 +538,22 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
     assert all(each["tokens_per_second"] > 0 for each in speeds)
     price = json.loads(result.stdout)["examination"]["int8"]
-    assert re.fullmatch(
-        r"int8: \d+\.\d times as fast here, mean cosine [01]\.\d{4}(: set dtype: int8)?", price
+    assert re.fullmatch(PRICE, price)
+
+
+@pytest.mark.parametrize(
+    "kind, shown", [("BertModel", PRICE), ("GPT2LMHeadModel", "int8 is measured for encoders")]
+)
+def test_fetch_measures_int8_where_it_is_asked(tmp_path, monkeypatch, kind, shown):
+    monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
+    folder = save_checkpoint(tmp_path / "made", kind)
+
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, ["fetch", str(folder), "--repository", str(tmp_path / "models"), "--measure"]
     )
+
+    assert result.exit_code == 0, result.stderr
+    assert re.search(f"^{shown}", result.stderr, re.MULTILINE)
 
 
 def test_agreement_of_int8_is_of_ranks_labels_or_vectors():

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
-from varlen.errors import CheckpointError, ConfigError
+from varlen.errors import CheckpointError, ConfigError, VarlenError
 from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.extraction import (
     ENCODER_CONFIG,
@@ -65,7 +65,7 @@ from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_tokenizer
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
-from varlen_tools.model_source import SettingsOption, parse_settings
+from varlen_tools.model_source import SettingsOption, find_source, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
 
@@ -691,6 +691,13 @@ def main(
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Say what int8 gives here: speed and quality. Loads the model twice, and takes seconds to minutes.",
+        ),
+    ] = False,
 ) -> None:
     """Put a checkpoint into a model repository, ready to serve.
 
@@ -717,10 +724,25 @@ def main(
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
+    if measure:
+        with show_stage("measuring int8"):
+            price = _price_of_int8(target)
+        typer.echo(price or "int8 is measured for encoders on a CPU, in fp32 or bf16", err=True)
     typer.echo(
         f"{target} is ready: varlen serve {target}, or tritonserver --model-repository {repository}",
         err=True,
     )
+
+
+def _price_of_int8(target: Path) -> str:
+    # the engine, which a fetch alone does not need
+    from varlen_tools.doctor.examine import measure_int8
+
+    source = find_source(target, {})
+    try:
+        return measure_int8(source.open_checkpoint(), source.config)
+    except VarlenError as error:
+        return f"int8 is not measured: {error}"
 
 
 if __name__ == "__main__":

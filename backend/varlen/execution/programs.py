@@ -8,6 +8,8 @@ its decoder, then the encoder of its source texts, if it has one.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +47,9 @@ from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
 from varlen.tasks import TASKS, Task
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
+
+_log = logging.getLogger(__name__)
 
 # Input of a head that is a program of its own: the encoder's last hidden state of some sequences, `[tokens, hidden]`.
 HIDDEN = "hidden"
@@ -164,6 +169,10 @@ def _record(
         programs = tuple(of_stages[link.stage.number].program for of_stages in parts)
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
+    kernels_used = Counter(op.kernel for program in programs for op in program.ops)
+    if kept := kernels_used["linear_blocks"]:
+        _log.info("linear layers that keep codes of 4 bits: %d", kept)
+        fields["linear_blocks"] = str(kept)
     name = dtype.removeprefix("torch.")
     if bits := BITS.get(config.dtype):
         cores = max(workers, torch.get_num_threads())
@@ -234,6 +243,11 @@ class _Loading:
     dtype: torch.dtype
     device: torch.device
     rank: Rank
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether linear layers of a model that generates keep codes of 4 bits."""
+        return self.config.keeps_codes and self.device.type == "cpu" and has_compiled_ops()
 
     def new_recorder(
         self, adapters: AdapterTables | None = None, *, is_padded: bool = False
@@ -362,7 +376,12 @@ class Steps:
         self._has_sources = loading.checkpoint.translate is not None
         load = load_encoder_decoder if self._has_sources else load_decoder
         self._model: DecoderModel | EncoderDecoderModel = load(
-            loading.checkpoint, loading.dtype, loading.device, loading.rank, stage
+            loading.checkpoint,
+            loading.dtype,
+            loading.device,
+            loading.rank,
+            stage,
+            keeps_codes=loading.keeps_codes,
         )
         self.vocab_size = self._model.token_table.vocab_size
 

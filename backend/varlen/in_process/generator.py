@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varlen.config import GenerationDefaults, KvPolicy
+from varlen.config import GenerationDefaults, KvPolicy, SpeculationMethod
 from varlen.errors import RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
@@ -64,6 +64,9 @@ class GeneratorSettings(ModelSettings, total=False):
     kv_policy: KvPolicy
     prefix_cache: bool
     generation_config: GenerationDefaults
+    speculation: SpeculationMethod
+    num_speculative_tokens: int
+    prompt_lookup_min: int
 
 
 class Generator(InProcess):

@@ -124,19 +124,15 @@ def _load_granite(read: LayerReader, fields: Json, head: HeadConfig) -> llama.Ll
     config, model = llama.LlamaConfig.read(fields), llama.load(read, fields, head)
     of_embeddings, of_scores, of_sums, divisor = _read_factors(fields)
 
-    def scaled(layer: Linear, factor: float) -> Linear:
-        bias = None if layer.bias is None else layer.bias * factor
-        return replace(layer, weight=layer.weight * factor, bias=bias)
-
     def scaled_mlp(mlp: FeedForward | Experts) -> FeedForward:
         assert isinstance(mlp, FeedForward)
-        return replace(mlp, down=scaled(mlp.down, of_sums))
+        return replace(mlp, down=mlp.down.scaled(of_sums))
 
     def with_factors() -> llama.Llama:
         layers = tuple(
             replace(
                 layer,
-                attention_output=scaled(layer.attention_output, of_sums),
+                attention_output=layer.attention_output.scaled(of_sums),
                 mlp=scaled_mlp(layer.mlp),
             )
             for layer in model.layers
@@ -148,12 +144,12 @@ def _load_granite(read: LayerReader, fields: Json, head: HeadConfig) -> llama.Ll
             of_embeddings,
         )
         if head.logit_score is not None and heads.classifier is not None:
-            heads = replace(heads, classifier=scaled(heads.classifier, 1 / divisor))
+            heads = replace(heads, classifier=heads.classifier.scaled(1 / divisor))
         if output is not None and config.has_tied_output:
             table = replace(table, weight=table.weight / divisor)
             output, of_tokens = Linear(table.rows.t(), None), of_embeddings * divisor
         elif output is not None:
-            output = scaled(output, 1 / divisor)
+            output = output.scaled(1 / divisor)
         return replace(
             model,
             layers=layers,
@@ -243,10 +239,10 @@ def _read_phi3(config: Json) -> llama.LlamaConfig:
 def _load_phi3(read: LayerReader, fields: Json, head: HeadConfig) -> llama.Llama:
     fields = {**_PHI3_DEFAULTS, **fields}
     config = llama.LlamaConfig.read(fields)
-    model = llama.load(read, fields, head)
     heads, rotated = config.heads, config.rotary.rotated(config.heads.dim)
     if rotated == heads.dim:
-        return model
+        return llama.load(read, fields, head)
+    model = llama.load(read.floats, fields, head)
     order = half_order(heads.dim, rotated)
     columns = [
         number * heads.dim + feature

@@ -128,15 +128,22 @@ def load_decoder(
     device: torch.device,
     rank: Rank = ALONE,
     stage: StageLayers | None = None,
+    *,
+    keeps_codes: bool = False,
 ) -> DecoderModel:
     """Return the decoder of a checkpoint whose `is_decoder` is true, or a part.
+
+    Args:
+        keeps_codes: whether linear layers keep codes of 4 bits.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
         ConfigError: ranks cannot divide it.
     """
     by_output = is_by_output(device)
-    model: DecoderModel = _load(checkpoint, dtype, device, dtype, rank, stage, by_output=by_output)
+    model: DecoderModel = _load(
+        checkpoint, dtype, device, dtype, rank, stage, by_output=by_output, keeps_codes=keeps_codes
+    )
     return model
 
 
@@ -146,8 +153,13 @@ def load_encoder_decoder(
     device: torch.device,
     rank: Rank = ALONE,
     stage: StageLayers | None = None,
+    *,
+    keeps_codes: bool = False,
 ) -> EncoderDecoderModel:
     """Return the model of a checkpoint whose `translate` is not None, or a part.
+
+    Args:
+        keeps_codes: whether linear layers keep codes of 4 bits.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
@@ -155,7 +167,7 @@ def load_encoder_decoder(
     """
     by_output = is_by_output(device)
     model: EncoderDecoderModel = _load(
-        checkpoint, dtype, device, dtype, rank, stage, by_output=by_output
+        checkpoint, dtype, device, dtype, rank, stage, by_output=by_output, keeps_codes=keeps_codes
     )
     return model
 
@@ -174,6 +186,7 @@ def _load(
     stage: StageLayers | None,
     *,
     by_output: bool = False,
+    keeps_codes: bool = False,
 ) -> Any:
     if (rank != ALONE or stage is not None) and not checkpoint.family.is_divisible:
         names = sorted(name for name, family in FAMILIES.items() if family.is_divisible)
@@ -186,5 +199,5 @@ def _load(
         )
     with CheckpointWeights(checkpoint.weights_folder, checkpoint.adapter) as weights:
         read = LayerReader(weights, dtype, device, last_dtype, rank, stage)
-        read.by_output = by_output
+        read.by_output, read.keeps_codes = by_output, keeps_codes
         return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

@@ -23,18 +23,19 @@ _DEFAULT_NEW_TOKENS = 20
 
 
 def checkpoint_notes(
-    checkpoint: Checkpoint, task: Task, max_sequence_tokens: int
+    checkpoint: Checkpoint, task: Task, max_sequence_tokens: int, *, keeps_codes: bool = False
 ) -> tuple[str, ...]:
     """Return sentences about a checkpoint that serves a task.
 
     Args:
         max_sequence_tokens: longest sequence of the served model.
+        keeps_codes: whether its linear layers may keep codes of 4 bits.
     """
     ignored = checkpoint.ignored.note()
     notes = [ignored] if ignored else []
     if checkpoint.quantization is not None:
         headers = read_headers(checkpoint.weights_folder).values()
-        notes.append(describe(headers, checkpoint.quantization))
+        notes.append(describe(headers, checkpoint.quantization, keeps_codes=keeps_codes))
     is_guess = not (checkpoint.folder / "modules.json").is_file()
     if task == "embed" and is_guess and checkpoint.architecture.endswith(_WORD_HEADS):
         notes.append(

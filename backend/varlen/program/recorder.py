@@ -20,7 +20,7 @@ from varlen.program.adapters import (
     width_of,
 )
 from varlen.program.heads import AttentionHeads
-from varlen.program.program import Attribute, Op, Operand, Program, State, Value
+from varlen.program.program import Attribute, Op, Operand, Program, State, Value, Weights
 from varlen.program.rank import ALONE, RANKS, Rank
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
 from varlen_kernels.op_table import OPS, RANK_STEP
@@ -265,8 +265,10 @@ class Recorder(Recording):
         tables = token_table, position_ids, position_table
         return self.record("embed", token_ids, *tables, scale=scale)
 
-    def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
-        return self.record("linear", x, weight, bias)
+    def linear(self, x: Value, weight: Weights, bias: Tensor | None) -> Value:
+        """Record a linear layer of a tensor, or of codes of 4 bits in blocks."""
+        kernel = "linear" if isinstance(weight, Tensor) else "linear_blocks"
+        return self.record(kernel, x, weight, bias)
 
     def adapts(self, parts: LayerParts, weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether an adapter changes one of these layers, which have this weight."""

@@ -16,7 +16,7 @@ from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.token_bytes import TokenBytes
 from varlen.decoding.text.writer import TextWriter
-from varlen.errors import RequestError
+from varlen.errors import ConfigError, RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
@@ -35,6 +35,7 @@ from varlen.request.request import Output, Prompt, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
+from varlen.scheduling.iteration.speculation import Speculation
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.service.sandbox import generation_sandbox
@@ -133,6 +134,11 @@ class GeneratorParts:
         gpu: int,
         isolated: bool,
     ) -> "Service[GeneratorParts]":
+        if config.speculation != "none" and checkpoint.translate is not None:
+            raise ConfigError(
+                f'speculation is "{config.speculation}" and the task is translate, whose searches need every token'
+                " before the next; allowed: none"
+            )
         torch.set_num_threads(config.threads or usable_cores())
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
@@ -260,6 +266,8 @@ class GeneratorParts:
             SnapshotMetric.KV_BLOCKS_CAPACITY: counts.blocks.total,
             SnapshotMetric.PREFILL_TOKENS: counts.prefill_tokens,
             SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,
+            SnapshotMetric.DRAFT_TOKENS: counts.drafted_tokens,
+            SnapshotMetric.ACCEPTED_DRAFT_TOKENS: counts.accepted_tokens,
             SnapshotMetric.PREEMPTIONS: counts.preemptions,
             SnapshotMetric.ORDER_PREEMPTIONS: counts.order_preemptions,
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
@@ -289,7 +297,8 @@ class GeneratorParts:
         )
         _log_defaults(checkpoint, self.defaults)
         longest = info.max_sequence_tokens
-        log_notes(checkpoint, task, longest, limit_notes(checkpoint, config, longest))
+        limits = limit_notes(checkpoint, config, longest)
+        log_notes(checkpoint, task, longest, limits, keeps_codes=config.keeps_codes)
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:
@@ -331,6 +340,7 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 def _new_scheduler(
     config: EngineConfig, info: ModelInfo, admission: Admission
 ) -> IterationScheduler:
+    drafts = config.num_speculative_tokens, config.prompt_lookup_min
     limits = StepLimits(
         max_step_tokens=info.max_batch_tokens,
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,
@@ -339,6 +349,7 @@ def _new_scheduler(
         short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
         stages=config.pipeline_parallel,
+        speculation=None if config.speculation == "none" else Speculation(*drafts),
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)
     return IterationScheduler(limits, blocks, config.kv_policy, admission)

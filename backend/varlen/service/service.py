@@ -157,11 +157,18 @@ class Service(Generic[_Kind]):
         return is_idle
 
 
-def log_notes(checkpoint: Checkpoint, task: Task, longest: int, limits: Sequence[str]) -> None:
+def log_notes(
+    checkpoint: Checkpoint,
+    task: Task,
+    longest: int,
+    limits: Sequence[str],
+    *,
+    keeps_codes: bool = False,
+) -> None:
     """Log what a user should know of a checkpoint, and limits below its own.
 
     Args:
         longest: its longest sequence, in tokens.
     """
-    for note in (*checkpoint_notes(checkpoint, task, longest), *limits):
+    for note in (*checkpoint_notes(checkpoint, task, longest, keeps_codes=keeps_codes), *limits):
         _log.warning("%s", note)

@@ -143,6 +143,8 @@ class SnapshotMetric(Metric):
     DECODE_TOKENS = (
         "varlen_decode_tokens_total", "COUNTER", "Generated tokens that ran; the last token of an answer does not run"
     )
+    DRAFT_TOKENS = "varlen_draft_tokens_total", "COUNTER", "Drafted tokens that ran (`speculation`)"
+    ACCEPTED_DRAFT_TOKENS = "varlen_draft_tokens_accepted_total", "COUNTER", "Drafted tokens that were chosen"
     PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
     ORDER_PREEMPTIONS = (
         "varlen_order_preemptions_total", "COUNTER",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,25 @@ Strict = Annotated[
     typer.Option(
         "--strict",
         help="Refuse unknown fields of requests; default: they are ignored, and counted in the metrics.",
+    ),
+]
+ToolCalls = Annotated[
+    str,
+    typer.Option(
+        help="Form in which models call tools; auto: what the chat template writes, none: tools are ignored,"
+        f" or one of {', '.join(TOOL_FORMS)}.",
+    ),
+]
+Reasoning = Annotated[
+    str,
+    typer.Option(
+        help="auto: the reasoning of a model is the reasoning_content of its answer; none: it stays text."
+    ),
+]
+BatchFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Serve /v1/files and /v1/batches, with files in this folder; one gateway has it at a time.",
     ),
 ]
 DEFAULT_PORT = 8080
@@ -137,19 +157,9 @@ def serve_http(
         ),
     ] = False,
     strict: Strict = False,
-    tool_calls: Annotated[
-        str,
-        typer.Option(
-            help="Form in which models call tools; auto: what the chat template writes, none: tools are ignored,"
-            f" or one of {', '.join(TOOL_FORMS)}.",
-        ),
-    ] = "auto",
-    reasoning: Annotated[
-        str,
-        typer.Option(
-            help="auto: the reasoning of a model is the reasoning_content of its answer; none: it stays text."
-        ),
-    ] = "auto",
+    tool_calls: ToolCalls = "auto",
+    reasoning: Reasoning = "auto",
+    batch_folder: BatchFolder = None,
 ) -> None:
     """Serve a server's models to OpenAI, TEI and Cohere clients."""
     checked = checked_settings(
@@ -168,12 +178,17 @@ def serve_http(
         strict=strict,
         tool_calls=tool_calls,
         reasoning=reasoning,
+        batch_folder=batch_folder,
     )
     from varlen_client.gateway.app import create_app
     from varlen_client.gateway.http_server import GatewayServer
 
     check_access(host, api_key)
-    server = GatewayServer(create_app(checked), checked, host=host, port=port)
+    try:
+        app = create_app(checked)
+    except OSError as error:
+        usage_error(f"cannot use the folder {batch_folder}: {error.strerror}")
+    server = GatewayServer(app, checked, host=host, port=port)
     with suppress(KeyboardInterrupt):
         server.run_alone()
     if not server.started:

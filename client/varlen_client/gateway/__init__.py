@@ -1,12 +1,13 @@
 """HTTP gateway: OpenAI, Text Embeddings Inference, Cohere and rerank over gRPC to a server.
 
-It keeps no state, so any number of its processes can run. All modules but this one and `tool_calls` need the extra
-`http`.
+It keeps no state, so any number of its processes can run; the files and batches of `--batch-folder` are of one process.
+All modules but this one and `tool_calls` need the extra `http`.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from varlen_client.aio import DEFAULT_WATCH_SECONDS
 from varlen_client.gateway.tool_calls import TOOL_FORMS
@@ -29,6 +30,7 @@ class GatewaySettings:
         tool_calls: form of calls of tools; auto finds it in the chat template.
         reasoning: whether the reasoning of an answer is divided from it.
         watch_seconds: argument of `AsyncClient`.
+        batch_folder: folder of files and batches; None serves neither.
 
     Raises:
         ValueError: a limit is not above 0, watch_seconds is less than 0, a key is empty, or a form is not known.
@@ -48,6 +50,7 @@ class GatewaySettings:
     strict: bool = False
     tool_calls: str = "auto"
     reasoning: str = "auto"
+    batch_folder: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from varlen_client.gateway import GatewaySettings
+from varlen_client.gateway.batches import add_batch_routes
 from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.errors import add_error_handlers
 from varlen_client.gateway.front import add_front_routes
@@ -21,12 +22,20 @@ from varlen_client.gateway.routes import ROUTES
 
 
 def create_app(settings: GatewaySettings, connect: Connect | None = None) -> FastAPI:
-    """Return the application; `connect` replaces the gRPC clients of models in tests."""
+    """Return the application; `connect` replaces the gRPC clients of models in tests.
+
+    Raises:
+        OSError: the folder of batches cannot be used.
+    """
     gateway = Gateway.of(settings, connect)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        if jobs is not None:
+            jobs.start()
         yield
+        if jobs is not None:
+            await jobs.stop()
         await gateway.models.close()
 
     app = FastAPI(
@@ -43,6 +52,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
     add_error_handlers(app, gateway.models.is_healthy)
     for each in ROUTES:
         each.add_to(app, gateway)
+    jobs = add_batch_routes(app, gateway)
     add_front_routes(app, gateway)
     names = path_names([route for route in app.routes if isinstance(route, Route)])
     app.add_middleware(Edge, settings=settings, metrics=gateway.metrics, name_path=names)
@@ -50,7 +60,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
     return app

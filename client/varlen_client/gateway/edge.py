@@ -11,15 +11,17 @@ import secrets
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.connections import BODY_RATE
 from varlen_client.gateway.errors import error_response, overload_response
+from varlen_client.gateway.forms import FILES_PATH, MAX_FORM_BYTES
 from varlen_client.gateway.front import shows_page
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
-from varlen_client.gateway.models import TENANT, tenant_of
+from varlen_client.gateway.models import IN_PROCESS, TENANT, tenant_of
 from varlen_client.transport.transport import trace_context
 from varlen_client.waits import cancel_all
 
@@ -93,6 +95,15 @@ class Edge:
             await refusal(scope, receive, _closing(send) if _has_body(scope) else send)
         elif scope["method"] != "POST":
             await self._app(scope, receive, _closing(send) if _has_body(scope) else send)
+        elif scope["path"] == FILES_PATH:
+            self._in_flight += 1
+            try:
+                # the route reads the file as it comes
+                await self._app(scope, receive, _closing(send))
+            except ClientDisconnect:
+                raise _ClientLeft from None
+            finally:
+                self._in_flight -= 1
         else:
             await self._answer(scope, receive, send)
 
@@ -120,19 +131,22 @@ class Edge:
                 code="invalid_api_key",
             )
         # the connection has checked that it is a number
-        if int(Headers(scope=scope).get("content-length", "0")) > self._max_body_bytes:
-            return self._too_large()
+        most = MAX_FORM_BYTES if scope["path"] == FILES_PATH else self._max_body_bytes
+        if int(Headers(scope=scope).get("content-length", "0")) > most:
+            return self._too_large(most)
         if scope["method"] == "POST" and self._in_flight >= self._max_requests:
             message = f"the gateway has {self._max_requests} requests, and takes no more now"
             return overload_response(scope["path"], message)
         return None
 
-    def _too_large(self) -> Response:
-        message = f"the body is larger than {self._max_body_bytes} bytes"
+    def _too_large(self, most: int) -> Response:
+        message = f"the body is larger than {most} bytes"
         return error_response(413, message, code="body_too_large")
 
     def _tenant(self, scope: Scope) -> str | None:
         """Return the tenant of the request's API key; None without a valid key."""
+        if IN_PROCESS in scope:
+            return str(scope[IN_PROCESS])
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         # all keys are compared, so that the time does not tell which one is close
@@ -163,7 +177,7 @@ class Edge:
         timer = loop.call_later(_BODY_STEP_SECONDS, check)
         try:
             is_large = await self._read_body(receive, body)
-            return self._too_large() if is_large else bytes(body)
+            return self._too_large(self._max_body_bytes) if is_large else bytes(body)
         except asyncio.CancelledError:
             if not is_slow:
                 raise

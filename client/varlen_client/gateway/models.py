@@ -55,6 +55,9 @@ _REMEDY = (
 TENANT: ContextVar[str | None] = ContextVar("tenant of a request", default=None)
 _QUERY_MODEL: ContextVar[str | None] = ContextVar("model in the query of a request", default=None)
 
+# Tenant of a request that comes from this process, in its scope; no client can write there.
+IN_PROCESS = "varlen.tenant"
+
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:

@@ -18,6 +18,7 @@ from varlen_kernels.op_table import OPS
 linear_panels = compiled_form(OPS["linear_panels"])
 linear_panels_activate = compiled_form(OPS["linear_panels_activate"])
 linear_groups_panels = compiled_form(OPS["linear_groups_panels"])
+linear_blocks = compiled_form(OPS["linear_blocks"])
 linear_int8_panels = compiled_form(OPS["linear_int8_panels"])
 linear_int8_panels_activate = compiled_form(OPS["linear_int8_panels_activate"])
 linear_int4_panels = compiled_form(OPS["linear_int4_panels"])

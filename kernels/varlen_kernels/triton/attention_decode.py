@@ -5,7 +5,7 @@ the same time. One program owns one token, one key head and one split; it writes
 weights and the weighted sum of the values. The program that finishes last of a token and key head merges the splits, in
 the order of the splits, so the result does not depend on which one it is. A context of one split is written at once.
 Tokens are rows of the table of `paged_tiles`. The number of splits follows from the shapes of the batch and the device
-(`splits`): the host needs no length, and one CUDA graph serves every batch of the same shapes.
+(`splits`): one CUDA graph serves every batch whose contexts fit into its block tables.
 
 Programs count their arrivals in memory that holds 0 between launches. A program stores its results, passes a barrier,
 and adds 1 with release and acquire semantics for the whole GPU: its stores come before its arrival, and the last one
@@ -24,7 +24,7 @@ from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.triton.kv_blocks import attend_to_blocks, tile_heads
 from varlen_kernels.triton.paged_tiles import read_paged_tile
-from varlen_kernels.triton.splits import choose_splits, wave_of
+from varlen_kernels.triton.splits import Splits, choose_splits, wave_of
 from varlen_kernels.tuning import Launch, pick
 
 # Query heads of one program: the fewest rows of a matrix product on tensor cores.
@@ -149,6 +149,8 @@ def _read_split_kernel(
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
             MASKED=True,
+            # a window begins at any key
+            ALIGNED=WINDOW == 0,
         )
 
     out_ptr += token.to(tl.int64) * OUT_STRIDE
@@ -264,8 +266,17 @@ def attend_in_splits(
     programs = len(rows) * kv_heads * tiles_of_head
     key = (head_dim, num_heads // kv_heads, key_cache.dtype)
     launch = pick("attention_decode", key, candidate_launches)
-    wave = wave_of(qkv.device, resident_programs(head_dim, key_cache.dtype, launch))
-    chosen = choose_splits(programs, wave)
+    # tables of a graph have room for its longest context; elsewhere they have the mean one
+    chosen = decode_splits(
+        qkv.device,
+        rows=len(rows),
+        longest=triton.cdiv(block_ids.numel(), len(rows)) * block_size,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=key_cache.dtype,
+        window=window,
+    )
     merged_heads = triton.next_power_of_2(heads)
     splits = chosen.count
     context, sums, arrivals = out, out, out
@@ -309,6 +320,33 @@ def attend_in_splits(
         **launch,
         **dependent_launch(),
     )
+
+
+def decode_splits(
+    device: torch.device,
+    *,
+    rows: int,
+    longest: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int = 0,
+) -> Splits:
+    """Return how the context of each token is divided.
+
+    Args:
+        rows: tokens.
+        longest: keys of the longest context.
+        dtype: dtype of the caches.
+        window: see `reference.attention_paged`.
+    """
+    key = (head_dim, num_heads // num_kv_heads, dtype)
+    launch = pick("attention_decode", key, candidate_launches)
+    _, tiles = tile_heads(num_heads, num_kv_heads)
+    wave = wave_of(device, resident_programs(head_dim, dtype, launch))
+    readable = min(longest, window) if window else longest
+    return choose_splits(rows * num_kv_heads * tiles, wave, readable)
 
 
 def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[Launch]:

@@ -2,6 +2,7 @@
 
 A tile has one row per query head and new token. All heads of a row read one key head, so each key is read once for
 several query heads. Keys are read BLOCK_N at a time, in any blocks: each key's address follows from the block table.
+Where a KV block holds BLOCK_N keys or several times as many, these are one run of memory, and one address is read.
 Source: Kwon et al. 2023, arXiv:2309.06180 (block tables); Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
 """
 
@@ -41,10 +42,11 @@ def attend_to_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Return context, weight_sum and max_score after BLOCK_N more keys, see `add_values`.
 
-    Without MASKED, every query may read all of these keys.
+    Without MASKED, every query may read all of these keys. With ALIGNED, `first_key` is a multiple of BLOCK_N.
     """
     key = first_key + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)[None, :]
@@ -52,13 +54,21 @@ def attend_to_blocks(
     if MASKED:
         # the table ends with the sequence, and memory past the last key may hold NaN
         exists = key < end
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=exists, other=0)
         inside = inside & exists[:, None]
+    if ALIGNED and BLOCK_SIZE % BLOCK_N == 0:
+        # int64: blocks * BLOCK_STRIDE may pass 2**31
+        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+        run = block * BLOCK_STRIDE + first_key % BLOCK_SIZE * HEAD_DIM
+        keys_ptr += run
+        values_ptr += run
+        at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + col
     else:
-        block = tl.load(table_ptr + key // BLOCK_SIZE)
-    # int64: blocks * BLOCK_STRIDE may pass 2**31
-    at = block.to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
-    at = at[:, None] + col
+        if MASKED:
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=exists, other=0)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE)
+        at = block.to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
+        at = at[:, None] + col
     if MASKED or HEAD_DIM < BLOCK_D:
         k = tl.load(keys_ptr + at, mask=inside, other=0.0)
         v = tl.load(values_ptr + at, mask=inside, other=0.0)

@@ -3,7 +3,7 @@
 A GPU holds a wave of programs at once. A last wave that is nearly empty takes about as long as a full one, so the
 number of splits is chosen to fill waves. More splits also start more programs, which have no keys where contexts are
 short, so of nearly equal predictions the fewest splits win. The number follows from shapes and the device only, so a
-CUDA graph stays valid.
+CUDA graph stays valid. The shape of the block tables bounds it: a graph of short contexts starts few programs.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference", which fills one wave.
 """
 
@@ -49,17 +49,21 @@ class Splits:
 
 
 @cache
-def choose_splits(programs: int, wave: int) -> Splits:
+def choose_splits(programs: int, wave: int, longest: int) -> Splits:
     """Return the fewest splits whose predicted time is within 6 % of the least.
+
+    The longest context has keys for all of them.
 
     Args:
         programs: programs of one split each.
         wave: number of programs that the device holds at once.
+        longest: keys of the longest context.
     """
     times = [predicted_time(programs, wave, count) for count in range(1, MAX_SPLITS + 1)]
     enough = _NEARLY_LEAST * min(times)
     count = next(count for count, time in enumerate(times, start=1) if time <= enough)
-    return Splits(count, _SHORT_SPLIT if programs * count <= wave else _LONG_SPLIT)
+    min_keys = _SHORT_SPLIT if programs * count <= wave else _LONG_SPLIT
+    return Splits(max(1, min(count, -(-longest // min_keys))), min_keys)
 
 
 def predicted_time(programs: int, wave: int, splits: int) -> float:

@@ -33,7 +33,16 @@ class Row:
 
 
 def run_in_chunks(
-    folder, rows, sizes, *, block_size=4, dtype=torch.float32, compiled=False, path="", seed=0
+    folder,
+    rows,
+    sizes,
+    *,
+    block_size=4,
+    dtype=torch.float32,
+    compiled=False,
+    path="",
+    seed=0,
+    keeps_codes=False,
 ):
     """Return hidden states and logits of all tokens of each row.
 
@@ -41,6 +50,7 @@ def run_in_chunks(
         rows: token ids.
         sizes: tokens of each row's chunks; a row begins at the step of its number.
         compiled: whether to run compiled steps on two cores, as generation on CPUs does, and not the reference.
+        keeps_codes: whether linear layers keep codes of 4 bits, which compiled steps read.
         path: op of their linear layers; "" is the default of the dtype.
     """
     rows = [Row(list(map(int, row))) for row in rows]
@@ -48,7 +58,9 @@ def run_in_chunks(
     ids = np.random.default_rng(seed).permutation(sum(needed) + 3).tolist()
     for row, count in zip(rows, needed, strict=True):
         row.blocks = [ids.pop() for _ in range(count)]
-    program, arena, caches = record_step(folder, sum(needed) + 3, block_size, dtype)
+    program, arena, caches = record_step(
+        folder, sum(needed) + 3, block_size, dtype, keeps_codes=keeps_codes
+    )
     program = use_paths(program, {}, path) if compiled else program
     run = runner_of(program, caches, compiled=compiled)
     step = 0
@@ -86,11 +98,11 @@ def runner_of(program, caches, *, compiled):
     return run
 
 
-def record_step(folder, num_blocks, block_size, dtype):
+def record_step(folder, num_blocks, block_size, dtype, *, keeps_codes=False):
     """Return a program for hidden states and logits, its arena and poisoned caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")
-    decoder = load_decoder(checkpoint, dtype, CPU)
+    decoder = load_decoder(checkpoint, dtype, CPU, keeps_codes=keeps_codes)
     ops = Recorder()
     hidden = decoder.record(ops, PagedAttention(num_blocks, block_size, dtype))
     logits = decoder.record_logits(ops, ops.select_rows(hidden, inputs.logit_rows(ops)))

@@ -202,6 +202,34 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
             assert killer.steps > at
 
 
+@pytest.mark.parametrize("policy", [pytest.param("reserve", marks=pytest.mark.full), "optimistic"])
+def test_drafts_change_no_answer_though_the_worker_is_killed(decoder, policy):
+    kinds = {
+        **KINDS,
+        "endless": {"temperature": 0.0, "ignore_eos": True},
+        "least": {"seed": 7, "min_tokens": 9, "temperature": 0.3},
+        "stop": {"seed": 9, "stop": ["a", "e"], "temperature": 0.5},
+    }
+    config = EngineConfig(**{**SETTINGS, "kv_policy": policy})
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        expected = answers_of(made, kinds, max_tokens=60)[1]
+    drafts = {"speculation": "ngram", "prompt_lookup_min": 1}
+    with generator_of(decoder, kv_policy=policy, **drafts) as made:
+        assert answers_of(made, kinds, max_tokens=60)[1] == expected
+        killer = Killer(made, 11)
+        assert answers_of(made, kinds, max_tokens=60)[1] == expected
+        killer.stop()
+        counts = made.snapshot()
+        assert 0 < counts.accepted_tokens < counts.drafted_tokens
+        assert counts.blocks.used == 0
+
+
+def test_a_translation_has_no_drafts(translator):
+    config = EngineConfig(**SETTINGS, speculation="ngram")
+    with pytest.raises(ConfigError, match='speculation is "ngram" and the task is translate'):
+        Service.load(GeneratorParts, translator, config, Stats())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_translations_are_the_same_though_the_worker_is_killed(translator, policy):

@@ -31,6 +31,8 @@ TOTALS = {
     "varlen_preemptions_total": 17,
     "varlen_prefix_cache_hit_tokens_total": 18,
     "varlen_order_preemptions_total": 19,
+    "varlen_draft_tokens_total": 20,
+    "varlen_draft_tokens_accepted_total": 21,
 }
 SNAPSHOT = {**GAUGES, **TOTALS}
 

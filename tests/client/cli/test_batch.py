@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.client.gateway.fake_models import Calls, FakeClient
-from varlen_client.cli import batch
 from varlen_client.errors import ServerUnavailable
 from varlen_client.gateway import app as gateway_app
+from varlen_client.gateway import batches
 
 from .conftest import run
 
@@ -21,7 +21,7 @@ def calls(monkeypatch):
         "create_app",
         lambda settings: create(settings, lambda name: FakeClient(calls, name)),
     )
-    monkeypatch.setattr(batch, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(batches, "_FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "200")
     return calls
 
@@ -142,6 +142,8 @@ def test_a_server_that_stays_down_leaves_an_error_that_a_later_run_asks_again(tm
         (b'"\xff"', "not a JSON object in UTF-8"),
         (b"[" * 100_000, "not a JSON object"),
         (json.dumps(request("")).encode(), "no custom_id"),
+        (json.dumps(request("x" * 1025)).encode(), "up to 1024 characters"),
+        (b'{"custom_id": [' + b"1," * 600_000 + b"1]}", "allowed: up to 589824"),
         (json.dumps(request("a")).encode(), "the custom_id 'a' is there twice"),
         (json.dumps(request("b") | {"method": "GET"}).encode(), "'GET'; allowed: POST"),
         (json.dumps(request("b", "/v1/files")).encode(), "'/v1/files'; allowed: /"),
@@ -170,7 +172,8 @@ def test_an_output_of_something_else_is_kept(tmp_path, calls):
         ("a report", "no output of a batch"),
         ('{"id": 1, "custom_id": "a"}', "no output of a batch"),
         ('{"custom_id": [], "response": {"status_code": 200}}\n', "no output of a batch"),
-        (json.dumps({"custom_id": "x", "response": {"status_code": 200}}) + "\n", "answers 'x'"),
+        ('{"custom_id": "a", "response": {"status_code": 200}}\n', "no output of a batch"),
+        (batches._line("x", 200, b"{}").decode(), "answers 'x'"),
     ]:
         output.write_text(text)
 

@@ -11,7 +11,7 @@ from varlen_bench.machine_code import cuobjdump
 from varlen_bench.ops.compiled import CompiledCall
 
 DTYPE = {"sample_tokens": torch.float32}
-DECODE = {"lengths": [25] * 4, "new": [1] * 4}
+DECODE = {"lengths": [525] * 4, "new": [1] * 4}
 CALLS = [
     CompiledCall("attention_paged", "", DECODE | {"heads": 12, "kv_heads": 12, "head_dim": 64}),
     CompiledCall("attention_paged", "", DECODE | {"heads": 32, "kv_heads": 8, "head_dim": 128}),

@@ -23,7 +23,7 @@ def test_as_many_programs_of_a_default_launch_fit_or_one_more(
 ):
     sizes = {"heads": heads, "kv_heads": key_heads, "head_dim": head_dim}
     decode_step = CompiledCall(
-        "attention_paged", "", {"lengths": [25] * 4, "new": [1] * 4, **sizes}
+        "attention_paged", "", {"lengths": [525] * 4, "new": [1] * 4, **sizes}
     )
     launch = candidate_launches(head_dim, heads // key_heads, dtype)[0]
     [code] = [

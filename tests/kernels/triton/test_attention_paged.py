@@ -84,8 +84,8 @@ def check_against_reference(step, head_dim, dtype, device, factor=2.0, gap=0, **
 def small_launches(monkeypatch, device):
     """Run few programs, and short splits, so that small tests have several."""
 
-    def short_splits(programs, wave):
-        chosen = choose_splits(programs, 4 if device.type == "cpu" else wave)
+    def short_splits(programs, wave, longest):
+        chosen = choose_splits(programs, 4 if device.type == "cpu" else wave, longest)
         return replace(chosen, min_keys=32)
 
     monkeypatch.setattr(attention_decode, "choose_splits", short_splits)
@@ -105,7 +105,8 @@ def test_accepts_any_head_dim(head_dim, step, device):
 
 
 @STEPS
-@pytest.mark.parametrize("block_size", [48, 128])
+# blocks of 64 hold all keys of a tile, and blocks of 48 do not
+@pytest.mark.parametrize("block_size", [48, 64])
 def test_accepts_any_multiple_of_16_as_block_size(block_size, step, device):
     check_against_reference(step, 16, torch.float16, device, block_size=block_size)
 

@@ -19,6 +19,7 @@ from varlen.config import EngineConfig
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.token_bias import BadWords
+from varlen.execution.cuda.runner import CudaSteps
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
@@ -176,7 +177,7 @@ DECODE_STEPS = {
 }
 
 
-def step_runner(folder: Path, device: str, **settings: bool | str) -> Runner:
+def step_runner(folder: Path, device: str, **settings: bool | int | str) -> Runner:
     """Return a decoder that has not warmed up, which takes long in the interpreter."""
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens).huggingface
@@ -231,6 +232,30 @@ def beams_after(prompt: Chunk, count: int = 0, *, known: bool = True) -> Chunk:
     """Return the tokens of two beams after this number of them."""
     blocks = array("i", [0, 1 if known else 0])
     return prompt._replace(start=3 + count, token_ids=(0, 0), block_ids=blocks, beams=2)
+
+
+@pytest.mark.full
+def test_short_contexts_have_a_graph_with_fewer_programs(gpu: FakeCuda, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **{**DECODER, "n_positions": 300})
+    settings: dict[str, Any] = {"max_sequence_tokens": 300, "max_running_sequences": 1}
+    cpu, cuda = (step_runner(folder, device, **settings) for device in ("cpu", "cuda"))
+    # of one sequence with 256 tokens and with 300, and, with a short one, of two; steps of eight tokens
+    assert cuda.graph_use.count == 5
+
+    used = []
+    for context in (20, 290, 255):
+        tokens = []
+        for runner in (cpu, cuda):
+            runner.decoder._kv_memory.zero_()
+            chunks = decode_chunks(runner, 1, context, KINDS["greedy"])
+            tokens.append(chosen(runner.run_batch(step_of(chunks))))
+        assert tokens[0] == tokens[1]
+        assert isinstance(cuda.decoder.steps, CudaSteps)
+        used.append(cuda.decoder.steps.graph())
+
+    assert used[0] is used[2] is not used[1]
+    for runner in (cpu, cuda):
+        runner.close()
 
 
 @pytest.mark.full

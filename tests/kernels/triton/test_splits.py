@@ -16,17 +16,19 @@ from varlen_kernels.triton.splits import (
 
 PROGRAMS = st.integers(1, 20_000)
 WAVES = st.integers(1, 3_000)
+# Keys of contexts that bound no number of splits.
+LONG = 8192
 
 
 @given(PROGRAMS, WAVES)
 def test_there_is_at_least_one_split_and_never_more_than_the_merge_reads(programs, wave):
-    assert 1 <= choose_splits(programs, wave).count <= MAX_SPLITS
+    assert 1 <= choose_splits(programs, wave, LONG).count <= MAX_SPLITS
 
 
 @given(PROGRAMS, WAVES)
 def test_the_fewest_splits_within_6_percent_of_the_least_time_are_chosen(programs, wave):
     times = [predicted_time(programs, wave, splits) for splits in range(1, MAX_SPLITS + 1)]
-    chosen = choose_splits(programs, wave).count
+    chosen = choose_splits(programs, wave, LONG).count
 
     assert times[chosen - 1] <= 1.06 * min(times)
     assert all(time > 1.06 * min(times) for time in times[: chosen - 1])
@@ -44,9 +46,17 @@ def test_programs_without_keys_and_the_merge_take_time(programs, wave):
 
 @given(PROGRAMS, WAVES)
 def test_short_splits_are_allowed_only_in_one_wave(programs, wave):
-    splits = choose_splits(programs, wave)
+    splits = choose_splits(programs, wave, LONG)
 
     assert splits.min_keys == (64 if programs * splits.count <= wave else 256)
+
+
+@given(PROGRAMS, WAVES, st.integers(0, LONG))
+def test_the_longest_context_has_keys_for_all_splits(programs, wave, longest):
+    free, splits = choose_splits(programs, wave, LONG), choose_splits(programs, wave, longest)
+
+    assert splits.min_keys == free.min_keys
+    assert splits.count == max(1, min(free.count, -(-longest // free.min_keys)))
 
 
 # sequences times key heads: GPT-2 small has 12 of 64 features, Llama 8
@@ -68,7 +78,7 @@ def test_short_splits_are_allowed_only_in_one_wave(programs, wave):
     ids=str,
 )
 def test_splits_of_usual_steps_on_an_h100(programs, wave, count):
-    assert choose_splits(programs, wave).count == count
+    assert choose_splits(programs, wave, LONG).count == count
 
 
 def test_a_device_that_is_no_gpu_counts_as_an_h100():

@@ -83,7 +83,7 @@ def traced(case: str, runner: Runner, count: int, context: int) -> Iterator[Figu
     steps = runner.decoder.steps
     assert isinstance(steps, CudaSteps)
     with steps.stream():
-        events = profiled_kernels(steps.graph(count))
+        events = profiled_kernels(steps.graph())
     yield from kernel_figures(case, events)
 
 

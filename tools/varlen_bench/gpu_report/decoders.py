@@ -188,7 +188,7 @@ def _steps(
     steps = runner.decoder.steps
     assert isinstance(steps, CudaSteps)
     with steps.stream():
-        graph = device_time(steps.graph(count))
+        graph = device_time(steps.graph())
     kept = count * context * runner.info.block_bytes / runner.info.block_size
     roofline = 1e6 * (runner.info.weight_bytes + kept) / bandwidth
     yield row("graph", graph, "us")

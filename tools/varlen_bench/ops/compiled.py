@@ -67,7 +67,8 @@ def _attention(label: str, narrow: int | None = 8, **more: Any) -> CompiledCall:
 def _paged(label: str, new: int, narrow: int | None = 36, **more: Any) -> CompiledCall:
     # the merge of splits reads two numbers of each head and split
     count = more.pop("sequences", 4)
-    more |= {"lengths": [new + 24] * count, "new": [new] * count}
+    # contexts long enough for splits
+    more |= {"lengths": [new + 524] * count, "new": [new] * count}
     return _call("attention_paged", label, narrow, **more)
 
 
@@ -209,7 +210,7 @@ COMPILED = [
     _paged("64", 40, dtypes=_ALL, tensor_cores=True),
     _paged("64_long", 160, dtypes=_ONE, tensor_cores=True),
     _paged("64_short", 5, dtypes=_ONE),
-    _paged("64_window", 40, window=32, tensor_cores=True),
+    _paged("64_window", 40, window=320, tensor_cores=True),
     # one narrow load of the bias per score
     _paged("64_biased", 40, None, optional="tiles bias", tensor_cores=True),
     _paged("64_decode_biased", 1, None, optional="tiles bias"),
@@ -221,7 +222,7 @@ COMPILED = [
     _paged("64_decode_grouped", 1, dtypes=_ONE),
     # without splits, because the programs fill a wave
     _paged("128_decode_whole", 1, sequences=132, dtypes=_ONE, head_dim=128),
-    _paged("128_decode", 1, block_size=64, window=32, dtypes=_ONE, head_dim=128),
+    _paged("128_decode", 1, block_size=64, window=320, dtypes=_ONE, head_dim=128),
     _paged("256_decode", 1, head_dim=256),
     _paged("256_capped", 40, dtypes=_ONE, head_dim=256, soft_cap=50.0),
     _paged("256_decode_capped", 1, dtypes=_ONE, head_dim=256, soft_cap=50.0),

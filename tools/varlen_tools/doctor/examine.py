@@ -112,19 +112,46 @@ def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) ->
     Raises:
         VarlenError: the checkpoint or a setting is refused.
     """
-    task: Task = config.task or checkpoint.task
-    # no limits beside the limits of the model, no cache, and no measurements at load
-    config = replace(
+    config = _unlimited(checkpoint, config)
+    is_iterative = TASKS[config.task or checkpoint.task].is_iterative
+    examine_task = _examine_steps if is_iterative else _examine_one_step
+    return examine_task(checkpoint, config, has_speed)
+
+
+def measure_int8(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """Return speed and quality of int8 here in a line, which may be empty.
+
+    It is empty for models that generate, on a GPU, and where the model is int8 or cannot be.
+
+    Raises:
+        VarlenError: the checkpoint or a setting is refused.
+    """
+    config = _unlimited(checkpoint, config)
+    task = config.task or checkpoint.task
+    if TASKS[task].is_iterative or task in _OWN_INPUTS:
+        return ""
+    limit = min(LONGEST, sequence_limit(checkpoint, config))
+    config = replace(config, max_sequence_tokens=limit)
+    service = Service.load(EncoderParts, checkpoint.folder, config, Stats())
+    info = service.model.info
+    with Encoder(service) as encoder:
+        if info.device != "cpu" or short_dtype(info.dtype) not in ("fp32", "bf16"):
+            return ""
+        speeds = tuple(_encoder_speeds(encoder, checkpoint.vocab_size, limit))
+        return _int8_price(checkpoint, config, encoder, speeds)
+
+
+def _unlimited(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:
+    """Return settings without limits beside the model's, cache and measurements at load."""
+    return replace(
         config,
-        task=task,
+        task=config.task or checkpoint.task,
         warmup_seconds=0,
         response_cache_bytes=0,
         max_queued_requests=NO_LIMIT,
         max_queued_tokens=NO_LIMIT,
         max_text_bytes=NO_LIMIT,
     )
-    examine_task = _examine_steps if TASKS[task].is_iterative else _examine_one_step
-    return examine_task(checkpoint, config, has_speed)
 
 
 def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool) -> Examination:

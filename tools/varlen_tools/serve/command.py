@@ -17,10 +17,13 @@ from varlen_client.cli.serve_http import (
     DEFAULT_PORT,
     LOOPBACK,
     ApiKeys,
+    BatchFolder,
     CorsOrigins,
     Host,
     Port,
+    Reasoning,
     Strict,
+    ToolCalls,
     check_access,
 )
 
@@ -71,6 +74,9 @@ def serve(
     api_key: ApiKeys = None,
     cors_origin: CorsOrigins = None,
     strict: Strict = False,
+    tool_calls: ToolCalls = "auto",
+    reasoning: Reasoning = "auto",
+    batch_folder: BatchFolder = None,
 ) -> None:
     """Fetch models and serve them over HTTP and gRPC.
 
@@ -79,6 +85,8 @@ def serve(
     try:
         # torch and the packages of the gateway, which other commands do not need
         with show_stage("starting"):
+            from varlen_client.gateway import GatewaySettings
+            from varlen_client.gateway.batches import Folder
             from varlen_tools.local_server import ServerError
             from varlen_tools.model_source import parse_settings
             from varlen_tools.serve.models import Fetching, ServeError, fetch_models, find_models
@@ -94,21 +102,29 @@ def serve(
         convert_pickles=convert_pickle,
     )
     check_access(host, api_key)
+    try:
+        gateway = GatewaySettings(
+            # the server's comes once it runs
+            url="",
+            api_keys=tuple(api_key or ()),
+            cors_origins=tuple(cors_origin or ()),
+            strict=strict,
+            tool_calls=tool_calls,
+            reasoning=reasoning,
+            batch_folder=batch_folder,
+        )
+    except ValueError as error:
+        usage_error(str(error))
     with _clean_end():
         began = time.monotonic()
         try:
+            if batch_folder is not None:
+                # an error comes before models are fetched
+                Folder(batch_folder).close()
             sources = find_models(models, fetching, report=print_message)
             with Ports.taken(host, port, server_port) as ports, server_command() as command:
                 folders = fetch_models(sources, fetching, report=print_message)
-                run(
-                    command,
-                    folders,
-                    ports,
-                    api_keys=tuple(api_key or ()),
-                    cors_origins=tuple(cors_origin or ()),
-                    strict=strict,
-                    began=began,
-                )
+                run(command, folders, ports, gateway, began=began)
         except (ServeError, OSError) as error:
             usage_error(str(error))
         except ServerError as error:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -73,17 +73,14 @@ def run(
     command: ServerCommand,
     folders: Sequence[Path],
     ports: Ports,
+    gateway_settings: GatewaySettings,
     *,
-    api_keys: tuple[str, ...],
-    cors_origins: tuple[str, ...],
-    strict: bool,
     began: float,
 ) -> None:
     """Run the server and the gateway until a signal ends the gateway.
 
     Args:
-        cors_origins: origins of browser pages that may send it requests.
-        strict: whether the gateway refuses unknown fields.
+        gateway_settings: settings of the gateway, whose URL is replaced by the server's.
         began: time of `time.monotonic` from which the start counts.
 
     Raises:
@@ -99,12 +96,14 @@ def run(
         _shown_end(server),
     ):
         _wait_ready(server, [folder.name for folder in folders])
-        settings = GatewaySettings(
-            url=server.grpc_url, api_keys=api_keys, cors_origins=cors_origins, strict=strict
-        )
+        settings = replace(gateway_settings, url=server.grpc_url)
         gateway = _Gateway(create_app(settings), settings, log_level="warning")
         _print_ready(
-            models, server, ports, seconds=time.monotonic() - began, has_keys=bool(api_keys)
+            models,
+            server,
+            ports,
+            seconds=time.monotonic() - began,
+            has_keys=bool(settings.api_keys),
         )
         threading.Thread(target=_end_with, args=(server, gateway), daemon=True).start()
         gateway.run_alone([ports.gateway])

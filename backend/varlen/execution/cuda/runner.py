@@ -4,13 +4,13 @@ The graphs are captured at load: a small model's ops are shorter on the GPU than
 service each batch is one copy of its inputs, one graph, one copy of its result. Nothing waits either: while a batch
 runs, the next one is packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
 
-A decode step has one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of
-them. A step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an
-encoder does; docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next
-one takes them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three
-graphs: one chooses the best tokens, one draws tokens, and one draws them after edits of the logits, which follow the
-first. The encoder of source texts has graphs by the buckets of an encoder, which run on the same stream before the
-step.
+A decode step has two degrees of freedom, the number of sequences and the longest context, and a graph for each of a few
+sizes serves all of them. Graphs of short contexts start fewer programs; docs/decisions/0129-graphs-by-context.md. A
+step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an encoder does;
+docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next one takes
+them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three graphs: one
+chooses the best tokens, one draws tokens, and one draws them after edits of the logits, which follow the first. The
+encoder of source texts has graphs by the buckets of an encoder, which run on the same stream before the step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, Layout, Region, alignment_of
 from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims, Size
-from varlen.program.program import NO_STATES, PackedBatch, Program, Value
+from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
 from varlen.scheduling.batch import MAX_STEPS
 from varlen.scheduling.device_plan import Chosen
-from varlen_kernels.ops import kernels_for
+from varlen_kernels.ops import decode_programs, kernels_for
 from varlen_kernels.reference.beam_search import SearchResults
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS
 
@@ -73,8 +73,21 @@ _PENALTIES = Value("penalties", (*_ROW, Size(3)), torch.float32)
 _UNREAD = (_WORD_INDICES, _EDITED_ROWS, _PENALTIES, *_DRAWS)
 # Gets `PackedStep.beams` and the inputs of the step.
 Follow: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+# Longest contexts of graphs of decode steps, in tokens, beside the longest of the model.
+_CONTEXTS = (256, 512)
 # Chosen tokens are as many bytes as keep what follows them aligned.
 _ALIGNED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _StepSize(Bucket):
+    """The size of a step.
+
+    Attributes:
+        blocks: KV blocks of the longest context.
+    """
+
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -400,15 +413,30 @@ class CudaSteps(_GraphRunner):
             layout = Layout(few_rows.buffers, alignment_of(device))
             self._few_rows = few_rows, Arena(layout, few, device)
         (self._logits,) = program.new_outputs(most, device)
-        self._decode_sizes = _decode_sizes(rows)
+        # attention to the tokens of the step's own sequences
+        self._reads = [
+            (op.attributes, cache)
+            for op in program.ops
+            if op.kernel == "attention_paged" and op.operands[5] == declared[-1]
+            for cache in op.operands[1:2]
+            if isinstance(cache, State)
+        ]
+        self._decode_sizes = {size: self._contexts(size) for size in _decode_sizes(rows)}
         self._buckets = Buckets(tokens, rows)
-        decode_steps = {Bucket(size, size) for size in self._decode_sizes}
+        decode_steps = {
+            _StepSize(size, size, longest)
+            for size, contexts in self._decode_sizes.items()
+            for longest in contexts
+        }
+        of_prompts = {
+            _StepSize(each.tokens, each.sequences, blocks_per_sequence) for each in self._buckets
+        }
         self._capture_all(
             self._words[self._first_input :].view(torch.uint8),
             declared,
             # enough for any searches
             [self._chosen, SearchResults.numbers(rows, rows, device)],
-            sorted(decode_steps.union(self._buckets), reverse=True),
+            sorted(decode_steps | of_prompts, reverse=True),
             slots=MAX_STEPS,
         )
         self._next_buffers = cycle(self._buffers)
@@ -475,16 +503,18 @@ class CudaSteps(_GraphRunner):
         """Wait until everything that was started has run."""
         self.graphs.record()()
 
-    def graph(self, sequences: int) -> Replay:
-        """Return what starts a decode step's graph, on the inputs of the last step."""
-        return self._captured[self._bucket(sequences, sequences)].replay
+    def graph(self) -> Replay:
+        """Return what starts the graph of the last step; it chooses the best tokens."""
+        return self._last.replay
 
     def _start(self, step: PackedStep, buffers: _Buffers, beams: Mapping[str, Tensor]) -> _Captured:
         """Start a step; return its graph."""
         arrays = step.inputs
         tokens, rows = len(arrays[_TOKENS]), len(arrays["logit_rows"])
         sequences = len(arrays["context_lens"])
-        captured = self._captured[self._bucket(tokens, max(sequences, rows))]
+        blocks = int(np.diff(arrays["cu_blocks"]).max())
+        captured = self._captured[self._bucket(tokens, max(sequences, rows), blocks)]
+        self._last = captured
         # the graph writes to this region
         self.arena.allocate(captured.dims)
         inputs = captured.inputs[buffers]
@@ -554,18 +584,50 @@ class CudaSteps(_GraphRunner):
         alone = self.graphs.capture(draw, has_run=True)
         return self.graphs.capture(step, has_run=True), with_draw, alone
 
-    def _bucket(self, tokens: int, sequences: int) -> Bucket:
+    def _contexts(self, rows: int) -> list[int]:
+        """Return the blocks of the longest context of each graph of a decode step, ascending.
+
+        A graph for short contexts starts fewer programs than the next one.
+        """
+        kept = [self._blocks_per_sequence]
+        for tokens in reversed(_CONTEXTS if self._reads else ()):
+            blocks = -(-tokens // self._reads[0][1].shape[2])
+            if self._programs(rows, blocks) < self._programs(rows, kept[0]):
+                kept.insert(0, blocks)
+        return kept
+
+    def _programs(self, rows: int, blocks: int) -> int:
+        """Return the number of programs that read one context, in all layers."""
+        found = 0
+        for attributes, cache in self._reads:
+            _, num_kv_heads, block_size, head_dim = cache.shape
+            found += decode_programs(
+                self.arena.device,
+                rows=rows,
+                longest=blocks * block_size,
+                num_heads=attributes["num_heads"],
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=cache.dtype,
+                window=attributes["window"],
+            )
+        return found
+
+    def _bucket(self, tokens: int, sequences: int, blocks: int) -> _StepSize:
         if tokens <= sequences:
             size = next(size for size in self._decode_sizes if size >= sequences)
-            return Bucket(size, size)
-        return self._buckets.smallest(tokens, sequences)
+            longest = next(each for each in self._decode_sizes[size] if each >= blocks)
+            return _StepSize(size, size, longest)
+        bucket = self._buckets.smallest(tokens, sequences)
+        return _StepSize(bucket.tokens, bucket.sequences, self._blocks_per_sequence)
 
     def _dims(self, bucket: Bucket) -> Dims:
+        assert isinstance(bucket, _StepSize)
         return {
             "tokens": bucket.tokens,
             "sequences": bucket.sequences,
             "logit_rows": bucket.sequences,
-            "blocks": bucket.sequences * self._blocks_per_sequence,
+            "blocks": bucket.sequences * bucket.blocks,
             "source_blocks": bucket.tokens * self._blocks_per_source,
         }
 

@@ -38,6 +38,10 @@ class HeaderReader(LayerReader):
     def last(self) -> LayerReader:
         return self
 
+    @property
+    def floats(self) -> LayerReader:
+        return self
+
     def tensor(self, name: str, *shape: int) -> Any:
         check_tensor(self._headers, name, shape)
         self._read.add(name)

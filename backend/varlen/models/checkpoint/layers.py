@@ -8,11 +8,14 @@ inputs, whose partial sums all ranks add up; so two layers, one after the other,
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from weakref import ReferenceType, ref
 
 from varlen.errors import CheckpointError, ConfigError
+from varlen.models.checkpoint.quantized_tensors import BLOCK_STEP
 from varlen.program.adapters import LayerCut, LayerPart, LayerParts
 from varlen.program.rank import ALONE, Rank
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation
+    from varlen_kernels.cpu.bodies.panel_layout import BlockWeight
 
 _T = TypeVar("_T")
 
@@ -44,6 +48,7 @@ class Linear:
         parts: layers of the checkpoint that it has side by side.
         stored: the weight as it was read, if it still exists. An adapter of a layer whose weight is another one, such
             as a scaled one, would be added to the wrong layer.
+        blocks: the weight as codes of 4 bits; then `weight` has no memory.
     """
 
     weight: Tensor
@@ -51,6 +56,15 @@ class Linear:
     is_partial: bool = False
     parts: LayerParts = ()
     stored: ReferenceType[Tensor] | None = None
+    blocks: BlockWeight | None = None
+
+    def scaled(self, factor: float) -> Linear:
+        """Return the layer with its weight and bias times a factor."""
+        bias = None if self.bias is None else self.bias * factor
+        blocks = self.blocks
+        if blocks is not None:
+            blocks = blocks._replace(scales=blocks.scales * factor)
+        return replace(self, weight=self.weight * factor, bias=bias, blocks=blocks)
 
     @property
     def adaptable(self) -> LayerParts:
@@ -61,14 +75,14 @@ class Linear:
 
     def record(self, ops: Recorder, x: Value) -> Value:
         """Record x @ weight + bias, `[rows, out]`, and what adapters add."""
-        y = ops.linear(x, self.weight, self.bias)
+        y = ops.linear(x, self.weight if self.blocks is None else self.blocks, self.bias)
         y = ops.add_adapters(y, x, self.adaptable, self.weight, self.bias)
         return ops.all_reduce(y) if self.is_partial else y
 
     def record_activated(self, ops: Recorder, x: Value, kind: Activation) -> Value:
         """Record the activation of x @ weight + bias, `[rows, out]`."""
         assert not self.is_partial
-        if ops.adapts(self.adaptable, self.weight, self.bias):
+        if self.blocks is not None or ops.adapts(self.adaptable, self.weight, self.bias):
             return ops.activate(self.record(ops, x), kind=kind)
         return ops.linear_activate(x, self.weight, self.bias, kind=kind)
 
@@ -161,6 +175,8 @@ class LayerReader(Container[str]):
     _stage: StageLayers | None = None
     # whether the inputs of an output of a linear layer lie side by side, as decode kernels of a GPU read them
     by_output = False
+    # whether linear layers keep codes of 4 bits, which products of a CPU read
+    keeps_codes = False
 
     def __init__(
         self,
@@ -198,6 +214,13 @@ class LayerReader(Container[str]):
     def last(self) -> LayerReader:
         """A reader of it in the dtype of the last norm and of the head."""
         return LayerReader(self._weights, self._last_dtype, self._device, rank=self.rank)
+
+    @property
+    def floats(self) -> LayerReader:
+        """A reader of it for weights that a family changes: it keeps no codes."""
+        reader = copy(self)
+        reader.keeps_codes = False
+        return reader
 
     def layers(
         self,
@@ -350,9 +373,16 @@ class LayerReader(Container[str]):
         ]
         widths = [sum(last - first for first, last in bounds) for bounds in outputs]
         rows = inputs[0][1] - inputs[0][0]
-        weight = self._new_weight(rows, sum(widths), self._device)
+        blocks = None
+        if self.keeps_codes and not is_saved_by_input:
+            blocks = self._blocks(names, fan_in, fan_outs, inputs[0], outputs)
+        weight = self._new_weight(
+            rows, sum(widths), self._device if blocks is None else torch.device("meta")
+        )
         places = torch.split(weight, widths, dim=1)
         for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
+            if blocks is not None:
+                break
             stored = self._stored(
                 f"{name}.weight",
                 (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in),
@@ -371,13 +401,44 @@ class LayerReader(Container[str]):
             for name, fan_out, width, bounds in zip(names, fan_outs, widths, outputs, strict=True)
         )
         if not bias or (is_partial and self.rank.number):
-            return Linear(weight, None, is_partial, made, ref(weight))
+            return Linear(weight, None, is_partial, made, ref(weight), blocks)
         # torch.cat would import a second of Python for layers of other stages
-        joined = weight.new_empty(sum(widths))
+        joined = torch.empty(sum(widths), dtype=self._dtype, device=self._device)
         places = torch.split(joined, widths)
         for name, fan_out, bounds, place in zip(names, fan_outs, outputs, places, strict=True):
             place.copy_(self._part(f"{name}.bias", fan_out, axis=0, bounds=bounds))
-        return Linear(weight, joined, is_partial, made, ref(weight))
+        return Linear(weight, joined, is_partial, made, ref(weight), blocks)
+
+    def _blocks(
+        self,
+        names: Sequence[str],
+        fan_in: int,
+        fan_outs: Sequence[int],
+        inputs: tuple[int, int],
+        outputs: Sequence[Sequence[tuple[int, int]]],
+    ) -> BlockWeight | None:
+        """Return layers side by side as codes of 4 bits; None if they cannot stay."""
+        import torch
+
+        from varlen_kernels.cpu.bodies.panel_layout import pack_blocks
+
+        layers = zip(names, fan_outs, strict=True)
+        read = (self._weights.read_blocks(f"{name}.weight", out, fan_in) for name, out in layers)
+        found = [each for each in read if each is not None]
+        size = gcd(*inputs, *(fan_in // each.scale.shape[1] for each in found))
+        if len(found) < len(names) or size % BLOCK_STEP:
+            return None
+        parts = [
+            each.part(bounds, inputs, size) for each, bounds in zip(found, outputs, strict=True)
+        ]
+        codes, scale = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
+        offset = None
+        if any(each.offset is not None for each in parts):
+            # what code 0 stands for where the zero point is 8
+            offset = torch.cat(
+                [-8 * each.scale if each.offset is None else each.offset for each in parts]
+            )
+        return pack_blocks(codes, scale, offset)
 
     def _new_weight(self, fan_in: int, fan_out: int, device: torch.device) -> Tensor:
         """Return an uninitialised weight, `[in, out]`."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from varlen.errors import CheckpointError
 
@@ -53,6 +53,47 @@ _OF_ACTIVATIONS = tuple(
     for what in ("scale", "zero_point", "scale_ub")
 )
 _DAMAGED = "the checkpoint is damaged: download it again"
+# Bits of the codes that products read, and what the inputs of their blocks are a multiple of.
+_BLOCK_BITS, BLOCK_STEP = 4, 16
+
+
+class CodeBlocks(NamedTuple):
+    """A weight `[out, in]` whose neighbouring inputs share a scale, with the codes that it has.
+
+    Attributes:
+        codes: `[out, in]` uint8, from 0 to 15.
+        scale: `[out, blocks]` fp32.
+        offset: value of code 0, of the shape of scales; None for zero points of 8.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+
+    def part(
+        self, outputs: Iterable[tuple[int, int]], inputs: tuple[int, int], size: int
+    ) -> CodeBlocks:
+        """Return some rows and columns.
+
+        Args:
+            size: inputs of a block of the result, a divisor of its own size and of both bounds.
+        """
+        import torch
+
+        first, last = inputs
+        repeats = self.codes.shape[1] // self.scale.shape[1] // size
+
+        def cut(values: Tensor, per: int) -> Tensor:
+            return torch.cat(
+                [values[rows[0] : rows[1], first // per : last // per] for rows in outputs]
+            )
+
+        def of_blocks(values: Tensor) -> Tensor:
+            return cut(values.repeat_interleave(repeats, 1), size)
+
+        outputs = list(outputs)
+        offset = None if self.offset is None else of_blocks(self.offset)
+        return CodeBlocks(cut(self.codes, 1), of_blocks(self.scale), offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +145,35 @@ class QuantizedTensor:
         if columns < self.shape[1] or self.layout == "table":
             return f"{bits} in groups of {columns}"
         return f"{bits} with a scale for each output"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its codes may stay, unless inputs have an order of their own."""
+        rows, columns = self.block
+        return (
+            self.layout in ("gptq", "awq", "packed")
+            and (self.bits, rows) == (_BLOCK_BITS, 1)
+            and not (columns % BLOCK_STEP or self.shape[1] % columns)
+        )
+
+    def blocks(self, read: Read) -> CodeBlocks | None:
+        """Return its codes; None if inputs have an order of their own.
+
+        It `has_blocks`.
+
+        Raises:
+            CheckpointError: a group of an input is out of range.
+        """
+        import torch
+
+        order = None if self.order is None else self._groups(read(self.order))
+        if order is not None and not order.equal(torch.arange(len(order)) // self.block[1]):
+            return None
+        scale, zero = self._by_output(read(self.scale)).float(), self._zero_points(read)
+        middle = 1 << (self.bits - 1)
+        is_symmetric = self.offset == middle if zero is None else bool((zero == middle).all())
+        offset = None if is_symmetric or zero is None else -zero * scale
+        return CodeBlocks(self._codes(read(self.codes)), scale, offset)
 
     def widen(self, read: Read) -> Tensor:
         """Return the weight, `[out, in]` fp32.
@@ -465,12 +535,27 @@ class _Joiner:
         )
 
 
-def describe(headers: Iterable[TensorHeader], quantization: Quantization) -> str:
-    """Return a sentence about the quantized weights among headers."""
+def describe(
+    headers: Iterable[TensorHeader], quantization: Quantization, *, keeps_codes: bool
+) -> str:
+    """Return a sentence about the quantized weights among headers.
+
+    Args:
+        keeps_codes: whether linear layers may keep codes of 4 bits.
+    """
+    headers = [each for each in headers if each.quantized is not None]
     counts = Counter(each.quantized.shown for each in headers if each.quantized is not None)
     kinds = ", ".join(f"{count} of {shown}" for shown, count in counts.most_common())
     also = " and ".join(quantization.floats)
+    is_kept = keeps_codes and any(
+        each.quantized is not None and each.quantized.has_blocks for each in headers
+    )
+    kept = (
+        "a CPU keeps the 4 bits of linear layers whose inputs are in order; others"
+        if is_kept
+        else "they"
+    )
     return (
-        f"weights quantized by {quantization.method}: {kinds or 'none'}; they are widened to the dtype of the model as"
-        f" they are loaded{f'; {also} are not quantized' if also else ''}"
+        f"weights quantized by {quantization.method}: {kinds or 'none'}; {kept} are widened to the dtype of the model"
+        f" as they are loaded{f'; {also} are not quantized' if also else ''}"
     )

@@ -20,7 +20,7 @@ from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.files import has_file, locate
 from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
 from varlen.models.checkpoint.quantization import read_quantization
-from varlen.models.checkpoint.quantized_tensors import FLOATS, QuantizedTensor, join
+from varlen.models.checkpoint.quantized_tensors import FLOATS, CodeBlocks, QuantizedTensor, join
 
 if TYPE_CHECKING:
     import numpy as np
@@ -281,6 +281,18 @@ class CheckpointWeights:
             if header.quantized is None
             else header.quantized.widen(self._values)
         )
+
+    def read_blocks(self, name: str, *shape: int) -> CodeBlocks | None:
+        """Return a weight as codes of 4 bits; None if they cannot stay.
+
+        Raises:
+            CheckpointError: see `check_tensor`.
+        """
+        quantized = check_tensor(self._headers, name, shape).quantized
+        is_adapted = self._adapter is not None and factor_names(name)[0] in self._headers
+        if quantized is None or is_adapted or not quantized.has_blocks:
+            return None
+        return quantized.blocks(self._values)
 
     def _values(self, header: TensorHeader) -> "Tensor":
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)

@@ -188,6 +188,32 @@ class GroupMemory:
             runs.sort(key=_is_long)
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
+    def draft_rows(
+        self, group: Group, chunk: Chunk, token_ids: Sequence[int], *, keep: int
+    ) -> tuple[Chunk, ...]:
+        """Return a row for each drafted token behind a chunk; fewer if blocks are few.
+
+        Args:
+            keep: see `allocate_first`.
+        """
+        table, size, rows = group.first.block_ids, self.blocks.block_size, list[Chunk]()
+        for position, token_id in enumerate(token_ids, start=chunk.end):
+            if position == len(table) * size:
+                if not group.reserved and self.blocks.available <= keep:
+                    break
+                table.append(self._allocate(group))
+            row = chunk._replace(start=position, token_ids=(token_id,), follows=None)
+            rows.append(row._replace(block_ids=table[: position // size + 1]))
+        return tuple(rows)
+
+    def give_back(self, group: Group) -> None:
+        """Release blocks of drafted tokens that were not chosen, unless they are reserved."""
+        first = group.first
+        kept = self.blocks.blocks_of(first.num_computed)
+        if not self.reserves and kept < len(first.block_ids):
+            self.copies.release(first.block_ids[kept:])
+            del first.block_ids[kept:]
+
     def lacking(self, parts: Iterable[Part]) -> list[Group]:
         """Return the groups that generate and may lack a block for their next tokens."""
         size, is_shared = self.blocks.block_size, self.blocks.is_shared

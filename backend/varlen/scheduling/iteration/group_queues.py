@@ -181,6 +181,12 @@ class GroupQueues:
     def num_running(self) -> int:
         return self._slots.taken
 
+    @property
+    def num_free(self) -> int:
+        """Number of rows of a step that running sequences leave free."""
+        slots = self._slots
+        return slots.count + slots.short_count - slots.taken
+
     def add(self, group: Group) -> None:
         self._waiting.add(group)
         if self._slots.is_short(group):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from varlen.scheduling.fair_share import Claim
+from varlen.scheduling.iteration.speculation import Drafter
 from varlen.scheduling.sequence import GeneratedSequence
 
 # Instead of a block that was given back, of the prompt's last one, and of one that only the device knows.
@@ -130,6 +131,7 @@ class Group:
         max_length: most tokens of a branch, prompt and answer together.
         has_beams: whether its answer is searched with beams.
         is_plain: whether it is one sampled sequence without a source text.
+        may_draft: whether its tokens may be drafted.
         max_branches: most of its samples or beams that run at the same time.
         streams: whether its client reads the answer token by token. The answer of a search comes in one part.
         beams: blocks that its beams write, and their slots, while it runs.
@@ -139,6 +141,7 @@ class Group:
         reserved: blocks that are reserved for it and not used yet.
         has_started: whether it has run before.
         skipped: number of steps that did not run it since it last ran or started, while no step in flight ran it.
+        drafter: drafts its tokens, if they were drafted before.
     """
 
     order: tuple[int, int, int]
@@ -148,6 +151,7 @@ class Group:
     max_length: int = field(init=False)
     has_beams: bool = field(init=False)
     is_plain: bool = field(init=False)
+    may_draft: bool = field(init=False)
     max_branches: int = field(init=False)
     streams: bool = field(init=False)
     beams: BeamBlocks | None = None
@@ -157,6 +161,7 @@ class Group:
     reserved: int = 0
     has_started: bool = False
     skipped: int = 0
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         self.first = self.sequences[0]
@@ -168,6 +173,7 @@ class Group:
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
         self.is_plain = self.is_encoded and not self.has_beams and len(self.sequences) == 1
+        self.may_draft = self.is_plain and generation.keeps_logits
 
     @property
     def num_branches(self) -> int:

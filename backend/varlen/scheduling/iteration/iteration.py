@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import cast
 
 from varlen.config import KvPolicy
@@ -44,6 +44,7 @@ from varlen.scheduling.batch import (
     Event,
     Failure,
     SequenceFailure,
+    SequenceOutput,
     append_token,
     write_answers,
 )
@@ -52,6 +53,7 @@ from varlen.scheduling.fair_share import Claim, Claims
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
+from varlen.scheduling.iteration.speculation import Drafter
 from varlen.scheduling.iteration.step_size import StepCost, StepLimits, StepSize, tokens_of_step
 from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
@@ -65,6 +67,7 @@ class GenerationCounts:
         blocks: use of KV memory.
         prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
         decode_tokens: generated tokens that have run.
+        drafted_tokens, accepted_tokens: drafted tokens that ran, and those that were chosen.
         memory_preemptions: number of times that sequences gave back their blocks because there were too few.
         order_preemptions: number of times that sequences gave back their blocks to a request before them.
     """
@@ -74,6 +77,8 @@ class GenerationCounts:
     blocks: BlockCounts
     prefill_tokens: int
     decode_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     memory_preemptions: int
     order_preemptions: int
 
@@ -91,6 +96,7 @@ class StepInFlight:
         number, after: see `Batch`.
         chunks: its groups in order, and the chunk of each.
         copies: source by destination of the blocks that it copies.
+        drafts: rows of drafted tokens, which come before the chunks.
         ignored: groups that run again, and whose outputs are ignored.
         is_void: whether this is so of all of them, because a step before it has failed.
     """
@@ -99,6 +105,7 @@ class StepInFlight:
     after: int | None
     chunks: dict[Group, Chunk]
     copies: dict[int, int]
+    drafts: dict[Group, tuple[Chunk, ...]] = field(default_factory=dict)
     ignored: set[Group] = field(default_factory=set)
     is_void: bool = False
 
@@ -135,6 +142,8 @@ def _shape_of(*lengths: int) -> BatchShape:
     return BatchShape.of(lengths)
 
 
+# Least probability of a drafted token, and least part of the tokens of a step that drafts have to add.
+_LEAST_PROBABILITY, _LEAST_GAIN = 0.1, 1 / 8
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
@@ -182,6 +191,7 @@ class IterationScheduler:
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
         self._prefill_tokens = self._decode_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
 
     def snapshot(self) -> GenerationCounts:
         """Return what runs and waits now, and totals. From any thread."""
@@ -191,6 +201,8 @@ class IterationScheduler:
             blocks=self._blocks.counts(),
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
             memory_preemptions=self._queues.memory_preemptions,
             order_preemptions=self._queues.order_preemptions,
         )
@@ -255,6 +267,7 @@ class IterationScheduler:
         step = self._in_flight[-1]
         for group in [group for group in step.chunks if group.is_finished]:
             del step.chunks[group]
+            step.drafts.pop(group, None)
         if step.chunks:
             return self._batch_of(step, now)
         self._in_flight.pop()
@@ -279,17 +292,24 @@ class IterationScheduler:
         self._step_size.grow()
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
-        outputs, end = result.outputs, 0
+        outputs, end = result.outputs, sum(map(len, step.drafts.values()))
+        drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = {group: step.chunks[group] for group in step.groups}
         self._count_served(present)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
+            rows = step.drafts.get(group, ()) if step.drafts else ()
+            more = tuple(islice(drafted, len(rows)))
             if group not in present:
                 continue
             if group.is_plain and chunk.samples:
-                events += self._update_plain(group, chunk, cast(SampledToken, outputs[begin]))
+                token = cast(SampledToken, outputs[begin])
+                if rows:
+                    events += self._update_drafted(group, (chunk, *rows), (token, *more))
+                else:
+                    events += self._update_plain(group, chunk, token)
             else:
                 events += self._update_group(group, chunk, outputs[begin:end])
         return events
@@ -353,6 +373,9 @@ class IterationScheduler:
         before: StepInFlight | None = None
         logit_rows: dict[GeneratedSequence, int] = {}
         if steps and not self._is_pipeline and not steps[-1].is_void:
+            if steps[-1].drafts:
+                # it chooses an unknown number of tokens
+                return None
             # it runs the tokens that the step before it chooses
             before, busy = steps[-1], frozenset()
             several = [group for group in in_flight[-1] if len(group.sequences) > 1]
@@ -368,7 +391,7 @@ class IterationScheduler:
             return None
         latency = self._step_latency_seconds
         tokens = size.tokens
-        if max([part.remaining for part in parts]) > 1:
+        if max([part.remaining for part in parts]) > 1 or self._limits.speculation:
             tokens = tokens_of_step(parts, tokens, self._cost, latency, beside=busy)
         chunks = self._memory.next_chunks(parts, tokens, logit_rows)
         copies = self._memory.copies
@@ -377,11 +400,52 @@ class IterationScheduler:
             None if before is None else before.number,
             chunks,
             copies.assign(chunks.values()) if copies.next else {},
+            self._drafts(chunks, tokens) if self._limits.speculation else {},
         )
+
+    def _drafts(self, chunks: Mapping[Group, Chunk], tokens: int) -> dict[Group, tuple[Chunk, ...]]:
+        """Return rows of drafted tokens, where `tokens` of a step are left.
+
+        They add at most half of its expected seconds. A row runs if it probably saves more than it costs.
+        """
+        speculation, cost, memory = self._limits.speculation, self._cost, self._memory
+        assert speculation is not None
+        used = sum([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks.values()])
+        free, least = min(self._queues.num_free, tokens - used), _LEAST_PROBABILITY
+        if cost.per_token:
+            seconds = cost.seconds(1, used)
+            free = min(free, int(seconds / 2 / cost.per_token))
+            # each token of a step takes a part of its base
+            least = max(least, cost.per_token * used / seconds)
+        drafts: dict[Group, list[int]] = {}
+        gain = 0.0
+        for group, chunk in chunks.items():
+            first = group.first
+            most = min(free, group.max_length - first.length)
+            is_last = chunk.samples and len(chunk.token_ids) == 1
+            # end tokens are banned before `min_tokens`
+            is_free = group.may_draft and chunk.num_generated >= first.generation.min_tokens
+            if most < 1 or not is_last or not is_free:
+                continue
+            group.drafter = group.drafter or Drafter(speculation)
+            num_unknown = int(chunk.follows is not None)
+            draft, expected = group.drafter.draft(first.token_ids, num_unknown, most, least)
+            if draft:
+                drafts[group] = draft
+                free -= len(draft)
+                gain += expected
+        # the next step cannot start ahead of it
+        if gain < _LEAST_GAIN * used:
+            return {}
+        keep = self._queues.num_running
+        rows = {g: memory.draft_rows(g, chunks[g], drafts[g], keep=keep) for g in drafts}
+        return {group: each for group, each in rows.items() if each}
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         """Return a step as a batch, and count it as running."""
         chunks = tuple(step.chunks.values())
+        if step.drafts:
+            chunks = (*chain.from_iterable(step.drafts.values()), *chunks)
         beams = sum([chunk.beams for chunk in chunks])
         lengths = [1] * beams
         lengths += [len(chunk.token_ids) for chunk in chunks if not chunk.beams]
@@ -468,6 +532,29 @@ class IterationScheduler:
         if first.status == "finished":
             self._end(group)
         return (event,)
+
+    def _update_drafted(
+        self, group: Group, rows: Sequence[Chunk], tokens: Sequence[SampledToken]
+    ) -> list[Event]:
+        """Return the events of a group's rows, up to a token that was not drafted."""
+        first = group.first
+        events = [*self._update_plain(group, rows[0], tokens[0])]
+        accepted = 0
+        for row, before, token in zip(rows[1:], tokens, tokens[1:], strict=False):
+            is_next = events and isinstance(events[-1], SequenceOutput)
+            if not is_next or first.status == "finished" or row.token_ids[0] != before.token_id:
+                break
+            accepted += 1
+            first.num_computed += 1
+            first.num_unknown += 1
+            self._claims.serve([(group.claim, 1)])
+            events += self._update_plain(group, row, token)
+        self._decode_tokens += accepted
+        self._drafted_tokens += len(rows) - 1
+        self._accepted_tokens += accepted
+        if first.status != "finished":
+            self._memory.give_back(group)
+        return events
 
     def _update_group(self, group: Group, chunk: Chunk, outputs: Sequence[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""

@@ -16,6 +16,7 @@ from itertools import chain
 
 from varlen.request.request import Request
 from varlen.scheduling.iteration.groups import Group, Part
+from varlen.scheduling.iteration.speculation import Speculation
 from varlen.scheduling.sequence import Forecast
 
 
@@ -30,6 +31,7 @@ class StepLimits:
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
         short_slots: slots beside them for short sequences.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
+        speculation: limits of drafted tokens; None if there are none.
     """
 
     max_step_tokens: int
@@ -39,6 +41,7 @@ class StepLimits:
     short_slots: int
     short_tokens: int
     stages: int = 1
+    speculation: Speculation | None = None
 
     @property
     def step_latency_seconds(self) -> float:

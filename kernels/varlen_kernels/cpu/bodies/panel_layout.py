@@ -1,4 +1,4 @@
-"""The order of weights in panels, for products in fp32 and bf16 (`panels`)."""
+"""The order of weights and codes in panels, for `panels` and `block_panels`."""
 
 from typing import NamedTuple
 
@@ -50,6 +50,61 @@ def pack_groups(weight: Tensor) -> PanelWeight:
     """Return the weights of groups, `[groups, features, hidden]`, as panels of one group after another."""
     packed = [pack_panels(each.t()).panels for each in weight]
     return PanelWeight(torch.cat(packed), weight.shape[1])
+
+
+# Codes of 4 bits in a word of a `BlockWeight`.
+CODES = 8
+
+
+class BlockWeight(NamedTuple):
+    """The weight of a linear layer for `linear_blocks`: (code - zero point) · scale.
+
+    A block is some neighbouring inputs of a feature, which share both.
+
+    Attributes:
+        panels: `[panels, hidden / CODES * PANEL_FEATURES]` int32, words of codes.
+        scales: `[panels, blocks * PANEL_FEATURES]` fp32; with zero points twice as many columns: the scales of a block,
+            then the values of code 0.
+        features: number of output features.
+        size: inputs of a block.
+    """
+
+    panels: Tensor
+    scales: Tensor
+    features: int
+    size: int
+
+
+def shift_of(column: int) -> int:
+    """Return the lowest bit of a code in its word.
+
+    One half has the even inputs, the other one the odd ones, so that pairs are side by side.
+    """
+    return column // 2 * 4 + column % 2 * 16
+
+
+def pack_blocks(codes: Tensor, scale: Tensor, offset: Tensor | None) -> BlockWeight:
+    """Return codes of 4 bits in the order in which products read them.
+
+    Args:
+        codes: `[features, hidden]` uint8, from 0 to 15; a block has a multiple of 16 inputs.
+        scale: `[features, blocks]` fp32.
+        offset: value of code 0, of the same shape; None for zero points of 8.
+    """
+    features, hidden = codes.shape
+    panels, blocks = -(-features // PANEL_FEATURES), scale.shape[1]
+    words = torch.zeros(hidden // CODES, panels * PANEL_FEATURES, dtype=torch.int32)
+    for column in range(CODES):
+        words[:, :features] |= codes[:, column::CODES].t().int() << shift_of(column)
+    parts = [scale] if offset is None else [scale, offset]
+    numbers = torch.zeros(blocks, len(parts), panels * PANEL_FEATURES)
+    for i, part in enumerate(parts):
+        numbers[:, i, :features] = part.t()
+
+    def in_panels(rows: Tensor) -> Tensor:
+        return rows.view(-1, panels, PANEL_FEATURES).transpose(0, 1).reshape(panels, -1)
+
+    return BlockWeight(in_panels(words), in_panels(numbers), features, hidden // blocks)
 
 
 def _pairs(weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from numba.core import types
 from varlen_kernels.cpu.bodies import (  # noqa: F401
     attention,
     beam,
+    block_panels,
     groups,
     int8_panels,
     paged,

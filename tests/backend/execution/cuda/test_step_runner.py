@@ -17,6 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
 from varlen.execution.arenas import KvSize
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
+from varlen.execution.cuda import runner as cuda_runner
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.cuda.step_fusion import fuse_steps
 from varlen.execution.packing import (
@@ -156,6 +157,29 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk,
         assert_close(cache, cpu_caches[name], roundings=roundings)
 
 
+def test_drafted_tokens_are_rows_that_read_the_rows_before_them(folder, steps, chunk):
+    whole = chunk(13, 6)
+    rows = [
+        whole._replace(
+            start=position, token_ids=(token,), block_ids=whole.block_ids[: position // 16 + 1]
+        )
+        for position, token in enumerate(whole.token_ids, start=13)
+    ]
+    (cpu, cpu_caches), (gpu, gpu_caches) = steps
+    roundings = encoder_roundings(folder)
+
+    alone, drafted = packed([whole]), packed(rows)
+    expected = cpu.run(alone.inputs, step_dims(alone.inputs)).clone()
+    cached = {name: cache.clone() for name, cache in cpu_caches.items()}
+
+    found = cpu.run(drafted.inputs, step_dims(drafted.inputs)).clone()
+    assert_close(found[-1:], expected, roundings=roundings)
+    assert_close(logits_of(gpu, drafted), found, roundings=roundings)
+    for caches in (cpu_caches, gpu_caches):
+        for name, cache in caches.items():
+            assert_close(cache, cached[name], roundings=roundings)
+
+
 def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
     _, (gpu, _) = steps
     captured = graphs.captured
@@ -172,6 +196,34 @@ def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
 
     assert graphs.captured == captured
     assert graphs.replayed == 20 + longest - 1
+
+
+def test_steps_of_short_contexts_have_graphs_of_their_own(
+    folder, programs, graphs, chunk, monkeypatch
+):
+    monkeypatch.setattr(cuda_runner, "_CONTEXTS", (16, 32))
+    # programs for each token of a context, but not for more than 4 rows
+    monkeypatch.setattr(
+        cuda_runner, "decode_programs", lambda _, *, rows, longest, **__: rows > 4 or longest
+    )
+    cpu, gpu = (each[0] for each in programs)
+    runner, _ = over_caches(CpuRunner, cpu, of_steps=True)
+    blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
+    steps, _ = over_caches(CudaSteps, gpu, graphs=graphs, **blocks)
+
+    # three of 1, 2 and 4 sequences, one of 8, 16 and 20; steps of 32 and 64 tokens
+    assert steps.graph_use.count == 3 * 3 + 3 + 2
+    found = []
+    for contexts in ([10], [15], [16], [31], [40], [3, 9], [3, 20], [45, 2], [5] * 5, [40] * 5):
+        step = packed([chunk(start, 1) for start in contexts])
+        expected = CpuSteps(runner).run(step.inputs, step_dims(step.inputs)).clone()
+        assert_close(logits_of(steps, step), expected, roundings=encoder_roundings(folder))
+        found.append(steps.graph())
+    # contexts of up to 16 tokens, up to 32, and longer ones
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert found[8] is found[9]
+    assert len(set(found)) == len(found) - 3
 
 
 def test_steps_of_few_rows_have_ops_of_their_own(folder, programs):

@@ -13,6 +13,7 @@ from tests.quantized import FORMS, save_quantized, widen
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
+from varlen_kernels.cpu.calls.calls import has_compiled_ops
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -43,11 +44,11 @@ def damaged(saved, tmp_path):
     return get
 
 
-def load(folder):
+def load(folder, **options):
     """Check a checkpoint, and run it."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")
-    return run_in_chunks(folder, [range(9)], [5])
+    return run_in_chunks(folder, [range(9)], [5], **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,6 +63,9 @@ def test_weights_are_what_the_format_states(saved, form):
             torch.testing.assert_close(weights.read(name, *weight.shape), weight, rtol=1e-6, atol=0)
     (note,) = checkpoint_notes(checkpoint, "generate", 64)
     assert FORMS[form].says in note
+    (note,) = checkpoint_notes(checkpoint, "generate", 64, keeps_codes=True)
+    may_stay = form not in ("gptq-8", "packed-8") and form.startswith(("awq", "gptq", "packed"))
+    assert ("keeps the 4 bits" in note) == may_stay
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq-asymmetric", "int8", "fp8-blocks", "nf4-double"])
@@ -76,6 +80,46 @@ def test_a_model_answers_as_with_floats(saved, tmp_path, form):
     )
 
     np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
+@pytest.mark.parametrize(
+    "form", [name for name in FORMS if "4" in name or "awq" in name or "gptq" in name]
+)
+def test_codes_that_stay_answer_as_floats(saved, tmp_path, form):
+    folder, expected = saved(form)
+    floats = shutil.copytree(folder, tmp_path / "floats")
+    widen(floats, expected)
+
+    actual, wanted = (load(each, compiled=True, keeps_codes=True) for each in (folder, floats))
+
+    for part, of_floats in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(part, of_floats, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "form, kept", [("awq", 14), ("gptq-old", 0), ("packed-4-channel", 14), ("gptq-8", 0)]
+)
+def test_codes_of_4_bits_in_order_stay(saved, form, kept):
+    folder, expected = saved(form)
+
+    with CheckpointWeights(folder) as weights:
+        found = [weights.read_blocks(name, *weight.shape) for name, weight in expected.items()]
+
+    assert sum(each is not None for each in found) == kept
+
+
+def test_a_cut_inside_a_block_makes_smaller_blocks(saved):
+    folder, expected = saved("packed-4-asymmetric")
+    weight = expected[f"{LAYER}.weight"]
+    with CheckpointWeights(folder) as weights:
+        blocks = weights.read_blocks(f"{LAYER}.weight", *weight.shape)
+
+    part = blocks.part([(3, 9), (20, 32)], (8, 24), 8)
+
+    values = part.codes * part.scale.repeat_interleave(8, 1) + part.offset.repeat_interleave(8, 1)
+    rows = torch.cat([weight[3:9], weight[20:]])
+    torch.testing.assert_close(values, rows[:, 8:24], rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_read_parts_of_a_weight(saved):

@@ -267,7 +267,8 @@ class KvExecutor(HeldExecutor):
         known = tokens if chunk.beams else sequence.token_ids
         if chunk.follows is not None:
             known = [*known, *self._tokens(chunk)]
-        assert tokens == known[: len(tokens)]
+        # drafted tokens are in memory only
+        assert tokens[: len(known)] == known[: len(tokens)]
         return source + tokens
 
     def _block(self, block):
@@ -305,6 +306,14 @@ def blocks_of_chunk(chunk):
     return {*chunk.block_ids, *chunk.source_block_ids} - ({0} if chunk.beams else set())
 
 
+def drafted_rows(step):
+    """Return the rows of drafted tokens: they follow a row of their sequence."""
+    first = {}
+    for chunk in step.chunks:
+        first[chunk.sequence] = min(chunk.start, first.get(chunk.sequence, chunk.start))
+    return [chunk for chunk in step.chunks if chunk.start > first[chunk.sequence]]
+
+
 def prompt_of_chunk(chunk):
     """Return what tells a prompt from the others of a step."""
     return prompt_of_sequence(chunk.sequence)
@@ -339,6 +348,7 @@ class Bench:
         short_tokens=0,
         slots=1,
         stages=1,
+        speculation=None,
     ):
         self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
@@ -351,6 +361,7 @@ class Bench:
             short_slots=short_slots,
             short_tokens=short_tokens,
             stages=stages,
+            speculation=speculation,
         )
         self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
         # one more than a pipeline needs: the scheduler keeps to its stages
@@ -444,7 +455,8 @@ class Bench:
         assert sum(lengths) <= self.limits.max_step_tokens
         assert sorted(lengths, key=lambda length: length > 1) == lengths
         assert tuple(chunk.sequence for chunk in step.chunks) == step.sequences
-        assert len(set(step.sequences)) == len(step.sequences)
+        drafted = drafted_rows(step)
+        assert len(set(step.sequences)) == len(step.sequences) - len(drafted)
         running = [s for s in self.sequences if s.status == "running"]
         others = [sequence for sequence in running if not self.is_short(sequence)]
         assert len(others) <= self.limits.max_running_sequences
@@ -456,7 +468,10 @@ class Bench:
         if self.limits.stages == 1 and not is_alone and not self.executor.has_failed:
             assert going_on <= prompts <= set(map(prompt_of_sequence, running))
         for chunk in step.chunks:
-            self._check_chunk(chunk)
+            if chunk in drafted:
+                self._check_drafted(chunk)
+            else:
+                self._check_chunk(chunk)
         self._check_copies(step)
         self._check_order(step)
 
@@ -475,6 +490,17 @@ class Bench:
         if chunk.beams:
             assert len(set(written)) in {0, chunk.beams}
         assert not any(map(self.pool.is_shared, written))
+
+    def _check_drafted(self, chunk):
+        sequence, size = chunk.sequence, self.pool.block_size
+        assert chunk.samples == (sequence,)
+        assert chunk.follows is None
+        assert len(chunk.token_ids) == 1
+        # the last token of an answer never runs
+        assert chunk.end < sequence.num_tokens + sequence.generation.max_tokens
+        assert chunk.end > sequence.num_computed
+        assert len(chunk.block_ids) == self.pool.blocks_of(chunk.end)
+        assert not any(map(self.pool.is_shared, written_blocks(chunk, size)))
 
     def _check_copies(self, step):
         sources, copies = {source for source, _ in step.copies}, [to for _, to in step.copies]
@@ -543,8 +569,9 @@ class Bench:
         for each in (copies.next, *copies.in_flight):
             assert each.keys() <= holders.keys()
         for step in self.scheduler._in_flight:
-            for chunk in map(step.chunks.get, step.groups):
-                assert blocks_of_chunk(chunk) <= holders.keys()
+            for group in step.groups:
+                for chunk in (step.chunks[group], *step.drafts.get(group, ())):
+                    assert blocks_of_chunk(chunk) <= holders.keys()
         if self.limits.stages > 1:
             self._check_pipeline()
         self._check_reservations(groups)

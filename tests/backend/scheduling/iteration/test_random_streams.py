@@ -21,6 +21,7 @@ from varlen.errors import (
     RequestError,
 )
 from varlen.request.generation import GenerationOptions
+from varlen.scheduling.iteration.speculation import Speculation
 
 _POLICIES = ["reserve", "optimistic"]
 
@@ -162,6 +163,7 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     slots=st.sampled_from([1, 2]),
     stages=st.sampled_from([1, 2, 3]),
     pending=st.sampled_from([0.0, 0.0, 0.3]),
+    speculation=st.sampled_from([None, Speculation(1, 1), Speculation(3, 1)]),
     seed=st.integers(0, 100),
 )
 def test_whatever_happens_answers_are_right_and_blocks_return(actions, pending, seed, **limits):

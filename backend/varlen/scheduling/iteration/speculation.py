@@ -1,0 +1,95 @@
+"""Drafts of the next tokens of a sequence, which one step verifies.
+
+The last tokens are looked up in the tokens before them, and what followed there is the draft. Each drafted token is a
+row of the step, as a token of another sequence is. What it chooses counts if the rows before it chose the drafted
+tokens. docs/decisions/0134-drafted-tokens.md has the reasons.
+
+Source: prompt lookup decoding (Saxena 2023) and LLMA (Yang et al. 2023, arXiv:2304.04487).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Places of an n-gram that are compared, up to this many tokens, and tokens that a step adds to the index of a sequence.
+_PLACES, _LONGEST, _INDEXED = 8, 16, 1024
+# Weight of a guess, relative to the next one.
+_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Limits of drafts.
+
+    Attributes:
+        num_tokens: longest draft, in tokens.
+        shortest: number of last tokens that have to be found again.
+    """
+
+    num_tokens: int
+    shortest: int
+
+
+class Drafter:
+    """Guesses the tokens of one sequence in each step, whether they run or not."""
+
+    def __init__(self, limits: Speculation) -> None:
+        self._num_tokens, self._size = limits.num_tokens, limits.shortest
+        # end of the last n-gram by its tokens, and for each end of one the end of the equal one before it, or 0
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._before = array("i")
+        # the last guess and its position; weighted numbers of right guesses and of all
+        self._guess: list[int] = []
+        self._position = 0
+        self._right, self._all = 1.0, 2.0
+
+    def draft(
+        self, token_ids: Sequence[int], num_unknown: int, most: int, least: float
+    ) -> tuple[list[int], float]:
+        """Return tokens that probably follow, and how many of them are expected to be chosen.
+
+        Args:
+            token_ids: known tokens of the sequence; grows from call to call.
+            num_unknown: tokens behind them that steps in flight choose, before the draft.
+            most: longest draft.
+            least: least probability of a drafted token, above 0.
+        """
+        for guess, token_id in zip(self._guess, token_ids[self._position :], strict=False):
+            self._all = _MEMORY * self._all + 1
+            self._right = _MEMORY * self._right + (guess == token_id)
+            if guess != token_id:
+                break
+        longest = min(most, self._num_tokens)
+        self._position = len(token_ids)
+        self._guess = self._look_up(token_ids, num_unknown + longest)
+        rate = self._right / self._all
+        count, expected, probability = 0, 0.0, rate ** (num_unknown + 1)
+        while count < longest and probability >= least:
+            count, expected = count + 1, expected + probability
+            probability *= rate
+        draft = self._guess[num_unknown : num_unknown + count]
+        return draft, expected if draft else 0.0
+
+    def _look_up(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return what followed the last tokens where they came before; none if they are new."""
+        length, size, before, ends = len(token_ids), self._size, self._before, self._ends
+        first = size + len(before)
+        for end in range(first, min(length, first + _INDEXED)):
+            ngram = tuple(token_ids[end - size : end])
+            before.append(ends.get(ngram, 0))
+            ends[ngram] = end
+        if not size < length <= size + len(before):
+            return []
+        end = ends.get(tuple(token_ids[-size:]), 0)
+        found = most = 0
+        for _ in range(_PLACES):
+            equal = size
+            while equal < min(_LONGEST, end) and token_ids[end - equal - 1] == token_ids[~equal]:
+                equal += 1
+            if end and equal > most:
+                found, most = end, equal
+            end = before[end - size] if end else 0
+        # a guess that reaches the end of the text goes on with itself
+        return [token_ids[found + i % (length - found)] for i in range(count)] if found else []

@@ -1,0 +1,149 @@
+"""Drafted tokens: what is drafted, and that answers are the ones without drafts."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.backend.scheduling.iteration import generation
+from tests.backend.scheduling.iteration.generation import (
+    Bench,
+    drafted_rows,
+    tokens_of,
+)
+from tests.backend.scheduling.iteration.test_random_streams import (
+    expected_of,
+    random_request,
+)
+from varlen.errors import RequestError
+from varlen.scheduling.iteration.speculation import Drafter, Speculation
+
+LIMITS = Speculation(num_tokens=4, shortest=2)
+
+
+def drafter(**limits):
+    return Drafter(Speculation(**{"num_tokens": 4, "shortest": 2, **limits}))
+
+
+def draft_of(tokens, num_unknown=0, most=4, least=1e-9, **limits):
+    """Return what a new drafter drafts behind some tokens."""
+    return drafter(**limits).draft(tokens, num_unknown, most, least)[0]
+
+
+def test_a_draft_is_what_followed_the_last_tokens_before():
+    assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
+
+
+def test_tokens_that_are_not_known_yet_are_left_out_of_a_draft():
+    assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 1, 2) == [4, 5]
+
+
+def test_nothing_is_drafted_behind_new_tokens():
+    assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 7]) == []
+    assert draft_of([1, 2]) == []
+
+
+def test_the_longest_of_several_places_is_taken_and_of_equal_ones_the_last():
+    assert draft_of([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], most=1) == [3]
+    assert draft_of([7, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], most=1) == [4]
+
+
+def test_a_draft_that_reaches_the_end_repeats_the_period():
+    tokens = [5, 1, 2, 3, 1, 2, 3, 1, 2]
+    assert draft_of(tokens, most=7, num_tokens=7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_drafts_are_as_long_as_guesses_were_right_whether_they_ran_or_not():
+    right, wrong = drafter(), drafter()
+    lengths = []
+    changing = [token for number in range(20) for token in (1, 2, 3 + number)]
+    for one, tokens in ((right, [1, 2, 3] * 20), (wrong, changing)):
+        drafts = [one.draft(tokens[:length], 0, 4, 0.5) for length in range(3, 60)]
+        lengths.append([len(draft) for draft, _ in drafts])
+        assert all(len(draft) >= expected for draft, expected in drafts)
+    assert lengths[0][-1] == 4
+    assert lengths[0] == sorted(lengths[0])
+    assert max(lengths[1][8:]) == 0
+    # what has to be likelier is drafted less
+    assert right.draft([1, 2, 3] * 20, 0, 4, 1.0) == ([], 0.0)
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 3), st.integers(0, 2))
+def test_a_draft_follows_an_equal_ngram(tokens, shortest, unknown):
+    one = drafter(shortest=shortest)
+    draft = []
+    for length in range(1, len(tokens) + 1):
+        draft, _ = one.draft(tokens[:length], 0, 4, 1e-9)
+    places = [
+        end
+        for end in range(shortest, len(tokens))
+        if tokens[end - shortest : end] == tokens[len(tokens) - shortest :]
+    ]
+    assert bool(draft) == bool(places)
+    assert not draft or any(((tokens[end:] + draft)[: len(draft)] == draft) for end in places)
+
+
+def test_long_prompts_are_indexed_in_parts():
+    one, tokens = drafter(), [1, 2, *range(3000), 1, 2]
+    drafts = [one.draft(tokens, 0, 2, 1e-9)[0] for _ in range(4)]
+    # the second place of both tokens is in the range
+    assert drafts == [[], [], [3, 4], [3, 4]]
+
+
+def mostly_periodic(token_ids, sample):
+    """Return a token that is often the one three before; it depends on all tokens."""
+    token = generation_next(token_ids, sample)
+    return token_ids[-3] if token % 3 and len(token_ids) > 3 else token
+
+
+generation_next = generation.next_token
+
+
+@pytest.fixture
+def periodic(monkeypatch):
+    monkeypatch.setattr(generation, "next_token", mostly_periodic)
+
+
+@pytest.mark.usefixtures("periodic")
+@pytest.mark.parametrize("policy", ["reserve", "optimistic"])
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize(
+    "mode",
+    [{"slots": 1}, {"slots": 2}, {"stages": 2}, {"stages": 3}],
+    ids=["one by one", "ahead", "two stages", "three stages"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode, seed):
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=rng.randint(16, 20),
+        policy=policy,
+        prefix_cache=prefix_cache,
+        step_tokens=rng.randint(9, 24),
+        latency=rng.choice([0.0, 6.0]),
+        running=6,
+        short_slots=rng.randint(0, 2),
+        short_tokens=14,
+        speculation=LIMITS,
+        **mode,
+    )
+    bench.executor.seconds = lambda step: 1.0 + 0.1 * step.shape.tokens
+    asked = []
+    for _ in range(60):
+        prompt, options = random_request(rng)
+        try:
+            reply = bench.submit(prompt, **options, streams=rng.random() < 0.5)
+        except RequestError:
+            # more blocks than there are
+            continue
+        asked.append((reply, expected_of([prompt], **options)))
+        for _ in range(rng.choice([0, 1, 4])):
+            bench.step()
+    bench.run_all()
+
+    assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
+    counts = bench.scheduler.snapshot()
+    rows = sum(len(drafted_rows(step)) for step in bench.executor.steps)
+    assert 0 < counts.accepted_tokens < counts.drafted_tokens <= rows
+    bench.check_idle()
