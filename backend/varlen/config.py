@@ -19,6 +19,7 @@ Trigger: TypeAlias = Literal["hungry", "lazy"]
 RerankForm: TypeAlias = Literal["auto", "qwen3", "mxbai", "bge"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
+KvCacheDtype: TypeAlias = Literal["auto", "fp8"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
 SpeculationMethod: TypeAlias = Literal["none", "ngram"]
 LogLevel: TypeAlias = Literal["info", "debug"]
@@ -358,6 +359,15 @@ class EngineConfig:
         "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.",
         when="Leave it, except to measure.",
         lowest=0,
+        tasks=ITERATIVE_TASKS,
+    )
+    kv_cache_dtype: KvCacheDtype = parameter_field(
+        "auto",
+        "How keys and values are stored. `auto` is the dtype of the activations. `fp8` has 8 bits (e4m3, with a scale"
+        " of 1), so the same memory holds twice as many tokens as in 16 bits; numbers past 448 become 448.",
+        when="Set `fp8` on a GPU of compute capability 8.9 or later, such as an H100, where memory of keys and values"
+        " limits the number of sequences, and compare the answers.",
+        choices=get_args(KvCacheDtype),
         tasks=ITERATIVE_TASKS,
     )
     kv_policy: KvPolicy = parameter_field(

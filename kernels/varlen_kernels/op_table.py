@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varlen_kernels import Activation, reference
+from varlen_kernels import Activation, Pooling, reference
 from varlen_kernels.op import (
     Arguments,
     Call,
@@ -39,6 +39,8 @@ ACTIVATIONS: Mapping[Activation, int] = {
     "silu": SILU,
     "relu": RELU,
 }
+# Poolings by their number in machine code: means come last.
+POOLINGS: tuple[Pooling, ...] = ("cls", "last", "max", "sum", "mean", "mean_sqrt", "weighted_mean")
 # Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes. A
 # multiple of the rows of every tile.
 BLOCK = 96
@@ -46,8 +48,8 @@ BLOCK = 96
 RANK_STEP, WIDTH_STEP = 16, 64
 
 # Multiplications that take as long as reading a number of a weight; as one head of a sequence's cache; as one logit of
-# a choice by chance; as one logit of a beam step.
-_OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED = 8, 1 << 16, 128, 64
+# a choice by chance; as one logit of a beam step; as one number that is pooled.
+_OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED, _OF_POOLED = 8, 1 << 16, 128, 64, 4
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
 
@@ -158,6 +160,12 @@ _CHOOSE_EXPERTS = Function(
 _SORT_CHOICES = Function("sort_choices", "places=int32 rows=ids cu_groups=ids", _one_unit)
 _SUM_EXPERTS = Function(
     "sum_experts", "x:matrix weights:fp32 places:int32 bias:row out=matrix", work_of_rows(-1)
+)
+_POOL = Function(
+    "pool",
+    "x:matrix cu_seqlens:ids normalize:flags unpooled_lengths:ids rows:ids out=fp32 mode:whole",
+    # a unit is a sequence
+    lambda extents, _: Work(extents[-1][0], _OF_POOLED * extents[0][0] * extents[0][1]),
 )
 _WIDEN = Function("widen", "x:matrix out=fp32", work_of_rows(-1))
 _OF_INT8 = (
@@ -621,7 +629,12 @@ _ROWS = (
         ),
         in_place=(0,),
     ),
-    Op(reference.pool, lambda a: [(_of_sequences(a), torch.float32)], "fused"),
+    Op(
+        reference.pool,
+        lambda a: [(_of_sequences(a), torch.float32)],
+        _BOTH,
+        _POOL.of(mode=lambda a: POOLINGS.index(a["mode"])),
+    ),
     Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
     Op(
         reference.window_rows,

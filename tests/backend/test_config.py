@@ -81,6 +81,7 @@ def test_every_setting_can_be_spelt_out():
         "inter_token_latency_ms": "22",
         "kv_bytes": "16",
         "kv_block_tokens": "17",
+        "kv_cache_dtype": "fp8",
         "kv_policy": "optimistic",
         "prefix_cache": "false",
         "generation_config": "none",

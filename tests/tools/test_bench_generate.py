@@ -14,10 +14,12 @@ from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
 from varlen_bench.generate import (
     GenerateSubject,
+    Prompts,
     app,
     equal_share,
     trace_requests,
     uniform_requests,
+    with_text,
 )
 from varlen_bench.harness.rows import bench_line
 from varlen_bench.peers.checkpoints import (
@@ -49,6 +51,23 @@ def test_uniform_requests_fit_the_model_and_repeat_for_a_seed():
     assert (min(one.limits) >= 1, max(one.limits) <= 128) == (True, True)
     assert max(map(sum, zip(prompts, one.limits, strict=True))) <= 300
     assert all(0 < token < 100 for prompt in one.prompts for token in prompt)
+
+
+def test_prompts_of_a_text_are_parts_of_it_once_or_three_times():
+    one, text = uniform_requests(16, vocabulary=100, positions=300, seed=0), list(range(1, 1000))
+
+    plain = with_text(one, text, Prompts.plain, seed=0)
+    repeated = with_text(one, text, Prompts.repeated, seed=0)
+
+    for found in (plain, repeated):
+        assert [len(prompt) for prompt in found.prompts] == list(map(len, one.prompts))
+        assert found.limits == one.limits
+    assert all(prompt == list(range(prompt[0], prompt[-1] + 1)) for prompt in plain.prompts)
+    for prompt in repeated.prompts:
+        period = -(-len(prompt) // 3)
+        assert prompt[period:] == prompt[:-period]
+        assert len(set(prompt)) == period
+    assert repeated.label == f"{one.label}, repeated"
 
 
 def test_a_trace_gives_both_lengths_in_its_order_scaled_to_the_model(tmp_path):
@@ -140,7 +159,7 @@ def test_bench_figures_compare_with_peers_of_equal_precision():
     assert bench_line("generate", found).startswith(
         "BENCH generate: vs_static_batch=5 vs_best_peer=1.5 vs_request_level=2 ttft_p99_ratio=0.1"
         " best_peer=ctranslate2-fp32-sorted tokens_per_second=315 decode_fraction_of_limit=0.625"
-        " tiny_gpt2_vs_static_batch=n/a"
+        " drafts_vs_none=n/a tiny_gpt2_vs_static_batch=n/a"
     )
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
+from tokenizers import Tokenizer
 
 from varlen_bench.compare.generating import Answers, Comparison, GeneratingSubject, ask
 from varlen_bench.compare.passes import Requests
@@ -27,7 +29,7 @@ from varlen_bench.peers.checkpoints import (
     config_field,
     save_random_decoder,
 )
-from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS
+from varlen_bench.workers.generate import DRAFTING, OURS, REQUEST_LEVEL, SYSTEMS
 from varlen_bench.workloads import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
@@ -36,16 +38,27 @@ from varlen_bench.workloads import (
     read_generation_trace,
     token_ids,
 )
+from varlen_tools.train_demo.__main__ import python_documents
 
 TINY_GPT2 = "tiny_gpt2"
 _RANDOM = {shape.name: shape for shape in (GPT2_SMALL, LLAMA_SMALL)}
 _PREFIXES = {GPT2_SMALL.name: "", TINY_GPT2: "tiny_gpt2_", LLAMA_SMALL.name: "llama_small_"}
 _DEFAULT = f"{GPT2_SMALL.name},{TINY_GPT2}"
 _CHECKED_REQUESTS, _CHECKED_TOKENS = 6, 12
+# Times that a part of a text stands in a repeated prompt, and tokens of a text that is random.
+_TIMES, _TEXT_TOKENS = 3, 10_000
 _FIGURES = (
     "tokens_per_second tokens_per_second_p20 tokens_per_second_p80 ttft_p50_ms ttft_p99_ms per_token_p50_ms "
     "per_token_p99_ms gap_p50_ms gap_p99_ms machine_gflops step_ms limit_ms"
 ).split()
+
+
+class Prompts(str, Enum):
+    """Contents of prompts."""
+
+    random = "random"
+    plain = "plain"
+    repeated = "repeated"
 
 
 @dataclass(kw_only=True)
@@ -77,6 +90,13 @@ class GenerateSubject(GeneratingSubject):
         typer.Option(help="CSV of an Azure LLM trace: TIMESTAMP, ContextTokens, GeneratedTokens."),
     ] = None
 
+    prompts: Annotated[
+        Prompts,
+        typer.Option(
+            help="Random tokens; or parts of the text that tiny_gpt2 has learned, each once, or three times."
+        ),
+    ] = Prompts.random
+
     def prepare(self) -> None:
         """Choose systems and models."""
         if self.quick:
@@ -92,8 +112,17 @@ class GenerateSubject(GeneratingSubject):
             checkpoint = self.repository / TINY_GPT2 / "1"
             sizes = config_field(checkpoint, "vocab_size"), config_field(checkpoint, "n_positions")
         if self.trace is not None:
-            return checkpoint, trace_requests(self.trace, self.requests, *sizes, self.seed)
-        return checkpoint, uniform_requests(self.requests, *sizes, self.seed)
+            requests = trace_requests(self.trace, self.requests, *sizes, self.seed)
+        else:
+            requests = uniform_requests(self.requests, *sizes, self.seed)
+        if self.prompts is Prompts.random:
+            return checkpoint, requests
+        if name in _RANDOM:
+            (text,) = token_ids([_TEXT_TOKENS], sizes[0], self.seed)
+        else:
+            tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+            text = tokenizer.encode("\n\n".join(python_documents())).ids
+        return checkpoint, with_text(requests, text, self.prompts, self.seed)
 
     def _checked(self, requests: Requests) -> Requests:
         part = requests.part(range(0, len(requests), max(1, len(requests) // _CHECKED_REQUESTS)))
@@ -133,6 +162,7 @@ class GenerateSubject(GeneratingSubject):
         # the first tokens of the best peer, whichever has them first
         firsts = [result.median("ttft_p99_ms") for result in poisson if not result.system.is_ours]
         first, soonest = result_of(poisson, OURS), min(filter(None, firsts), default=None)
+        drafting = result_of(at_once, DRAFTING)
         step = next((each for each in results if each.arrivals == "decode step"), None)
         step_ms, limit_ms = ((step.median(n) if step else None) for n in ("step_ms", "limit_ms"))
         return {
@@ -145,6 +175,7 @@ class GenerateSubject(GeneratingSubject):
             "best_peer": peer.system.name if peer else None,
             "tokens_per_second": rounded(ours.median("tokens_per_second") if ours else None, 1),
             "decode_fraction_of_limit": rounded(ratio(limit_ms, step_ms)),
+            "drafts_vs_none": speed_ratio(drafting, ours),
         }
 
 
@@ -164,6 +195,22 @@ def uniform_requests(count: int, vocabulary: int, positions: int, seed: int) -> 
     prompts, outputs = _fitted(*lengths, positions=positions)
     label = f"prompts {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]}, outputs {ANSWER_TOKENS[0]}-{ANSWER_TOKENS[1]}"
     return Requests.at_once(label, token_ids(prompts, vocabulary, seed), outputs)
+
+
+def with_text(requests: Requests, text: Sequence[int], kind: Prompts, seed: int) -> Requests:
+    """Return requests with prompts of the same lengths from a text.
+
+    Args:
+        kind: `repeated` for prompts that have a part of the text three times.
+    """
+    numbers, prompts = random.Random(seed), []
+    times = _TIMES if kind is Prompts.repeated else 1
+    for length in map(len, requests.prompts):
+        size = -(-length // times)
+        begin = numbers.randrange(len(text) - size)
+        prompts.append([*text[begin : begin + size]] * times)
+        del prompts[-1][length:]
+    return replace(requests, label=f"{requests.label}, {kind.value}", prompts=prompts)
 
 
 def trace_requests(path: Path, count: int, vocabulary: int, positions: int, seed: int) -> Requests:

@@ -14,10 +14,13 @@ from varlen.memory.arena import Arena, Layout, alignment_of, max_tokens_that_fit
 from varlen.memory.usage import Dims
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Program, State
+from varlen_kernels.reference.paged import FP8
 
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
 _GPU_BLOCK_TOKENS = 16
 _BLOCK_TOKENS = {"cpu": 64, "cuda": _GPU_BLOCK_TOKENS}
+# GPUs with instructions that convert fp8, from this compute capability on.
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,17 @@ def kv_size(
     """Return the size of the caches that the settings allow.
 
     Args:
-        dtype: dtype of the activations, and of keys and values.
+        dtype: dtype of the activations, and of keys and values unless the settings say fp8.
         heads: head layout of each layer, in this process.
         has_beams: whether most sequences are beams, which copy a block when they part.
         processes: processes that share `kv_bytes`.
         lengths: lengths of the longest sequence, and of the longest source text if there are any.
 
     Raises:
-        ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.
+        ConfigError: `kv_bytes` allows no block, or the device cannot read blocks of this size or dtype.
     """
+    if config.kv_cache_dtype == "fp8":
+        dtype = _fp8_of(device, dtype)
     default = _GPU_BLOCK_TOKENS if has_beams else _BLOCK_TOKENS[device.type]
     block_size = config.kv_block_tokens or default
     if device.type == "cuda" and block_size % _GPU_BLOCK_TOKENS:
@@ -71,6 +76,28 @@ def kv_size(
         )
     useful = config.max_running_sequences * sum(-(-length // block_size) for length in lengths)
     return KvSize(min(allowed // block_bytes, useful), block_size, block_bytes, dtype)
+
+
+def _fp8_of(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of keys and values in 8 bits.
+
+    Raises:
+        ConfigError: the device does not convert it, or activations have 32 bits.
+    """
+    found = "a CPU"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _FP8_CAPABILITY:
+            if dtype == torch.float32:
+                raise ConfigError(
+                    'kv_cache_dtype is "fp8", and dtype is fp32; allowed with it: bf16, fp16'
+                )
+            return FP8
+        found = "a GPU of compute capability {}.{}".format(*capability)
+    raise ConfigError(
+        f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or later; the device is {found};'
+        " allowed here: auto"
+    )
 
 
 def new_caches(states: Sequence[State], device: torch.device) -> Tensor:

@@ -149,7 +149,7 @@ def _record(
     config, dtype = loading.config, str(loading.dtype)
     fields = dict(cost_fields(loading.checkpoint, loading.device, link.rank))
     cut = agree_on_cut(
-        lambda shapes: kind(loading, shapes).record(_NO_KV)[0],
+        lambda shapes: kind(loading, shapes).record(replace(_NO_KV, dtype=loading.dtype))[0],
         kernels,
         config,
         fields | {"dtype": dtype} | kind.cost_fields(loading.task),
@@ -169,6 +169,8 @@ def _record(
         programs = tuple(of_stages[link.stage.number].program for of_stages in parts)
     if config.approximate_gelu:
         fields["gelu"] = "tanh"
+    if config.kv_cache_dtype != "auto":
+        fields["kv_cache"] = config.kv_cache_dtype
     kernels_used = Counter(op.kernel for program in programs for op in program.ops)
     if kept := kernels_used["linear_blocks"]:
         _log.info("linear layers that keep codes of 4 bits: %d", kept)
@@ -410,7 +412,6 @@ class Steps:
         )
 
     def record(self, kv: KvSize, adapters: AdapterTables | None = None) -> tuple[Program, ...]:
-        kv = replace(kv, dtype=self._loading.dtype)
         return record_steps(self._model, kv, partial(self._loading.new_recorder, adapters))
 
     def to_int8(

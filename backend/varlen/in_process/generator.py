@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from varlen.config import GenerationDefaults, KvPolicy, SpeculationMethod
+from varlen.config import GenerationDefaults, KvCacheDtype, KvPolicy, SpeculationMethod
 from varlen.errors import RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
@@ -61,6 +61,7 @@ class GeneratorSettings(ModelSettings, total=False):
     inter_token_latency_ms: int
     kv_bytes: int | str
     kv_block_tokens: int
+    kv_cache_dtype: KvCacheDtype
     kv_policy: KvPolicy
     prefix_cache: bool
     generation_config: GenerationDefaults

@@ -1,14 +1,20 @@
-"""The heap of this process: memory that is freed goes back to the system.
+"""The memory of this process: what it no longer needs goes back to the system.
 
 Requests of random sizes leave gaps in the heap of every thread.
 """
 
 import ctypes
+import mmap
+from contextlib import suppress
+from pathlib import Path
 
 # mallopt's parameter: blocks from this size on are mapped, and returned to the system when freed.
 _M_MMAP_THRESHOLD = -3
 # By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
 _MAPPED_BYTES = 1 << 20
+
+# Permissions of private mappings that nothing can write to.
+_READ = ("--p", "-xp")
 
 _C_LIBRARY = ctypes.CDLL(None)
 
@@ -25,3 +31,24 @@ def trim_heap() -> None:
     trim = getattr(_C_LIBRARY, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def drop_file_pages() -> None:
+    """Unmap pages of files that were only read, such as code that only loads run.
+
+    What runs later maps its pages again, from the system's cache. A page that this process has changed stays.
+    """
+    with suppress(OSError, AttributeError), Path("/proc/self/smaps").open() as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if "-" in first:
+                place, (permissions, _, _, file, *_) = first, rest
+            elif (
+                first == "Anonymous:"
+                and rest[0] == "0"
+                and file != "0"
+                and permissions[1:] in _READ
+            ):
+                begin, end = (int(each, 16) for each in place.split("-"))
+                pages = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+                _C_LIBRARY.madvise(*pages, mmap.MADV_DONTNEED)

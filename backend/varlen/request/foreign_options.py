@@ -75,7 +75,9 @@ _PADDING = ForeignOption(
 )
 _CUT = "generation does not truncate: send a shorter prompt"
 _LENGTH = "servers count the prompt or leave it out"
-_DRAFT = "speculative decoding is not served, and an adapter is named by the parameter adapter"
+_DRAFT = (
+    "drafts come from the setting speculation, and an adapter is named by the parameter adapter"
+)
 _DECAY = "top_p is the same for all tokens of an answer"
 _CODE = "code of a client does not run here"
 

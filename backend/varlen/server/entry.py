@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
@@ -27,7 +26,7 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import EngineConfig
 from varlen.errors import DrainingError, EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.intake.pool import PoolLimits, TokenizerPool
-from varlen.memory.heap import return_large_memory
+from varlen.memory.heap import drop_file_pages, return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects
 from varlen.request.draft import Draft
@@ -56,7 +55,7 @@ from varlen.server.process import (
 from varlen.server.replies import Outbox, ServerReply
 from varlen.server.shared_memory import hide_pool
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
-from varlen.telemetry.tracing import import_packages, load_tracer
+from varlen.telemetry.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from varlen.service.service import Service
@@ -135,6 +134,7 @@ class TritonPythonModel:
                 end_process_soon()
             raise _load_error(error) from None
         freeze_objects()
+        drop_file_pages()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""
@@ -157,8 +157,7 @@ class TritonPythonModel:
         if not self._service.close():
             end_process_soon()
         self._outbox.close()
-        if self._tracer is not None:
-            self._tracer.close()
+        self._tracer.close()
         if self._exporter is not None:
             self._exporter.close()
         self._trimmer.close()
@@ -188,8 +187,6 @@ class TritonPythonModel:
         self._warmup_requests = num_warmup_requests(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
-        # imported while the model loads
-        Thread(target=import_packages, name="varlen-tracing", daemon=True).start()
         self._service = _load_service(
             kind, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
@@ -201,7 +198,7 @@ class TritonPythonModel:
         )
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
-        self._tracer = load_tracer(args["model_name"], args["model_version"])
+        self._tracer = RequestTracer(args["model_name"], args["model_version"])
         self._outbox = Outbox(self._stats, names_codes=kind.streams, tracer=self._tracer)
         marker = marker_of(os.getppid())
         # a server that has ended takes this process with it

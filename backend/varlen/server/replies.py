@@ -359,9 +359,9 @@ class Outbox:
         if self._tracer is not None:
             try:
                 reply.begin_trace(self._tracer, request.trace().get_context())
-            except Exception:
+            except Exception as error:
                 # without its sender, the request would never be answered
-                _log.exception("requests cannot be traced")
+                _log.warning("requests are not traced, for which the extra `tracing` is: %r", error)
                 self._tracer = None
         return reply
 

@@ -13,9 +13,8 @@ The extra `tracing` has the packages; their environment variables say where span
 from __future__ import annotations
 
 import json
-import logging
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import TYPE_CHECKING, TypeAlias
@@ -24,9 +23,7 @@ from varlen.errors import shorten
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import SpanProcessor
-
-_log = logging.getLogger(__name__)
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 Attributes: TypeAlias = dict[str, int | str]
 
@@ -77,18 +74,33 @@ class RequestTrace:
 
 
 class RequestTracer:
-    """Makes the spans of the requests of one model. Thread-safe."""
+    """Makes the spans of the requests of one model. Thread-safe.
 
-    def __init__(self, processor: SpanProcessor, model: str, version: str) -> None:
+    The packages are imported with the first context, which takes 0.2 s: without one they take 7 MiB for nothing.
+    """
+
+    def __init__(
+        self, model: str, version: str, new_processor: Callable[[], SpanProcessor] | None = None
+    ) -> None:
+        """Wait for the first context.
+
+        Args:
+            new_processor: returns what gets the spans; None is the exporter that the environment describes.
+        """
+        self._new_processor = new_processor or _exporting
+        self._provider: TracerProvider | None = None
+        self._attributes: Attributes = {"varlen.model": model, "varlen.model.version": version}
+
+    def _start(self) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 
+        processor = self._new_processor()
         # the variables of the environment take precedence
         resource = Resource({SERVICE_NAME: "varlen"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("varlen")
-        self._attributes: Attributes = {"varlen.model": model, "varlen.model.version": version}
 
     def begin(self, context: str | None, arrival: float) -> RequestTrace | None:
         """Return the trace of a request; None if it is not sampled.
@@ -96,9 +108,14 @@ class RequestTracer:
         Args:
             context: the server's headers of W3C Trace Context as a JSON object; None if it traces nothing.
             arrival: time of the request's arrival, in seconds of `time.monotonic`.
+
+        Raises:
+            ImportError, ValueError: a package is absent, or a variable of theirs is wrong.
         """
         if context is None:
             return None
+        if self._provider is None:
+            self._start()
         from opentelemetry.trace import get_current_span
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -139,28 +156,15 @@ class RequestTracer:
 
     def close(self) -> None:
         """Export the last spans, for a few seconds at most."""
+        if self._provider is None:
+            return
         thread = Thread(target=self._provider.shutdown, name="varlen-tracer", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
 
 
-def import_packages() -> None:
-    """Import the packages that send spans, if they are installed, which takes 0.2 s."""
-    with suppress(ImportError):
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace.export  # noqa: F401
+def _exporting() -> SpanProcessor:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-
-def load_tracer(model: str, version: str) -> RequestTracer | None:
-    """Return a tracer; None without the packages, or if their variables are wrong."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
-        return None
-    try:
-        return RequestTracer(BatchSpanProcessor(OTLPSpanExporter()), model, version)
-    except Exception as error:
-        # a variable of the packages must not keep the model from loading
-        _log.warning("requests are not traced: %s", error)
-        return None
+    return BatchSpanProcessor(OTLPSpanExporter())

@@ -10,6 +10,10 @@ from varlen_kernels.reference.torch_parts import attend, bias_by_distance, split
 
 __all__ = ["append_kv", "attention_paged", "copy_blocks", "paged_tiles"]
 
+# Keys and values of 8 bits, with a scale of 1.
+FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = torch.finfo(FP8).max
+
 
 def append_kv(
     qkv: Tensor,
@@ -39,7 +43,8 @@ def append_kv(
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token. `num_heads`
             is 0 if there are only keys and values: an encoder's output, which cross-attention reads.
         slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
-        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place. With FP8, numbers past
+            its largest one, 448, become that.
         position_ids: `[tokens]` int32, given with `cos_sin`.
         cos_sin: `[positions, head_dim]` fp32, see `rotary`.
         query_weight, key_weight: `[head_dim]`, given with `cos_sin` or not at all, see `norm_heads`.
@@ -57,6 +62,13 @@ def append_kv(
     if not bool(written.all()):
         slots, keys, values = slots[written], keys[written], values[written]
     block, place = slots // block_size, slots % block_size
+    if key_cache.dtype == FP8:
+        keys, values = (
+            each.float().clamp(-_LARGEST_FP8, _LARGEST_FP8).to(FP8).view(torch.uint8)
+            for each in (keys, values)
+        )
+        # bytes, for which torch has an index
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     key_cache[block, :, place] = keys.to(key_cache.dtype)
     value_cache[block, :, place] = values.to(value_cache.dtype)
     return qkv
@@ -124,7 +136,7 @@ def attention_paged(
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or only queries,
             `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its own,
             whose context is the source: the token reads all of it.
-        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`; FP8 is read in the dtype of `qkv`.
         cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
         context_lens: `[sequences]` int32, keys of each sequence, the new tokens included.
         block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
@@ -139,6 +151,8 @@ def attention_paged(
     Source: Kwon et al. 2023, arXiv:2309.06180 (blocks); Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
     """
     tokens, head_dim = len(qkv), key_cache.shape[3]
+    if key_cache.dtype == FP8:
+        key_cache, value_cache = key_cache.to(qkv.dtype), value_cache.to(qkv.dtype)
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
     queries = qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

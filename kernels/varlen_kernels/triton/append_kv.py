@@ -16,7 +16,7 @@ from varlen_kernels.triton.attention_checks import check_heads
 from varlen_kernels.triton.attention_tiles import block_d
 from varlen_kernels.triton.checks import check_ids, check_out, check_row_layout, check_vector
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.kv_blocks import check_caches
+from varlen_kernels.triton.kv_blocks import check_caches, for_cache
 from varlen_kernels.tuning import Launch, pick
 
 # Elements of a head per program.
@@ -35,7 +35,7 @@ def _copy_heads(
     col = tl.arange(0, BLOCK_D)[None, :]
     inside = mask[:, None] & (col < HEAD_DIM)
     features = tl.load(from_ptr[:, None] + col, mask=inside, other=0.0)
-    tl.store(to_ptr[:, None] + col, features, mask=inside)
+    tl.store(to_ptr[:, None] + col, for_cache(features, to_ptr), mask=inside)
 
 
 @triton.jit
@@ -67,8 +67,9 @@ def _rotate_heads(
         second *= scale * tl.load(weight_ptr + HALF + col_of_row, mask=is_feature, other=0.0)
     cos = tl.load(cos_sin_ptr[:, None] + col, mask=inside, other=0.0)
     sin = tl.load(cos_sin_ptr[:, None] + HALF + col, mask=inside, other=0.0)
-    tl.store(to_ptr[:, None] + col, first * cos - second * sin, mask=inside)
-    tl.store(to_ptr[:, None] + HALF + col, second * cos + first * sin, mask=inside)
+    to_ptr = to_ptr[:, None] + col
+    tl.store(to_ptr, for_cache(first * cos - second * sin, to_ptr), mask=inside)
+    tl.store(to_ptr + HALF, for_cache(second * cos + first * sin, to_ptr), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -27,7 +27,7 @@ from varlen_kernels.triton.attention_checks import check_heads
 from varlen_kernels.triton.beam_keys import NO_INDEX, key_of, without_nan
 from varlen_kernels.triton.checks import check_dtype, check_ids, check_out, check_rows, check_vector
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.kv_blocks import check_caches
+from varlen_kernels.triton.kv_blocks import check_caches, for_cache
 
 MOST_ROWS = 64
 # Rows of a program: the first number that is not less than the rows of the step.
@@ -304,6 +304,7 @@ def _append_kernel(
     cache_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
     at = cache_row * HEAD_DIM + col
     is_key = (slot >= 0) & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    first, second = for_cache(first, key_cache_ptr), for_cache(second, key_cache_ptr)
     tl.store(key_cache_ptr + at, first, mask=is_key)
     tl.store(key_cache_ptr + at + HALF, second, mask=is_key)
     is_value = (slot >= 0) & (head >= NUM_HEADS + NUM_KV_HEADS) & (pair < PAIRS)

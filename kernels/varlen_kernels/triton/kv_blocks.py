@@ -10,12 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.reference.paged import FP8
 from varlen_kernels.triton.attention_blocks import add_bias, add_values, cap_scores, multiply_keys
 from varlen_kernels.triton.checks import check_dtype
 
 # Fewest rows of a matrix product on tensor cores; larger groups of heads are divided.
 _MAX_TILE_HEADS = 16
 _BLOCK_MULTIPLE = 16
+_LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def for_cache(
+    x,
+    cache_ptr,
+):
+    """Return x in the dtype of a cache, at most the largest number of FP8."""
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        x = x.to(tl.float32)
+        # NaN stays
+        x = tl.where(x > _LARGEST_FP8, _LARGEST_FP8, tl.where(x < -_LARGEST_FP8, -_LARGEST_FP8, x))
+    return x.to(cache_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -76,6 +91,8 @@ def attend_to_blocks(
         k = tl.load(keys_ptr + at)
         v = tl.load(values_ptr + at)
 
+    if k.dtype == tl.float8e4nv:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     scores = multiply_keys(q.to(k.dtype), k)
     key = key[None, :]
     if SOFT_CAP > 0:
@@ -107,7 +124,8 @@ def check_caches(key_cache: Tensor, value_cache: Tensor, num_kv_heads: int, head
         ValueError: they are not `[blocks, num_kv_heads, block_size, head_dim]`, contiguous, of one supported dtype,
             or block_size is not a multiple of 16.
     """
-    check_dtype(key_cache=key_cache)
+    if key_cache.dtype != FP8:
+        check_dtype(key_cache=key_cache)
     for name, cache in {"key_cache": key_cache, "value_cache": value_cache}.items():
         shape = cache.shape
         if len(shape) != 4 or (shape[1], shape[3]) != (num_kv_heads, head_dim):

@@ -200,7 +200,8 @@ def candidate_launches(
         mean_rows: new tokens of a sequence times query heads of a tile, a bucket as of `mean_length_bucket`.
     """
     del has_window
-    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize]
+    # fp8 is widened to 16 bits
+    tiles = _TILES[max(64, block_d(head_dim)), max(2, dtype.itemsize)]
     # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
     best = sum(tile[0] <= _MAX_BLOCK_M[mean_rows] for tile in tiles) - 1
     near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]

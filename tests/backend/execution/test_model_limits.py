@@ -9,8 +9,12 @@ from transformers import AutoModel
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution import arenas
+from varlen.execution.arenas import kv_size
 from varlen.execution.model_info import limit_notes, queue_limit, text_limit
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.program.heads import AttentionHeads
 
 from ..refusals import refused_request as refused
 
@@ -99,3 +103,49 @@ def test_a_limit_that_is_less_than_the_checkpoints_is_said(long_bert, settings, 
 
     assert len(notes) == (note is not None)
     assert all(each.startswith(note) for each in notes)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "found"),
+    [("cpu", (9, 0), "a CPU"), ("cuda", (8, 0), r"a GPU of compute capability 8\.0")],
+)
+def test_keys_and_values_of_fp8_are_refused_where_nothing_converts_them(
+    device, capability, found, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    with pytest.raises(ConfigError, match=f"or later; the device is {found}; allowed here: auto"):
+        size_of("fp8", device, monkeypatch)
+
+
+def test_keys_and_values_of_fp8_are_refused_beside_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    with pytest.raises(ConfigError, match="dtype is fp32; allowed with it: bf16, fp16"):
+        size_of("fp8", "cuda", monkeypatch, torch.float32)
+
+
+def test_as_much_memory_holds_twice_as_many_blocks_of_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    auto, fp8 = (size_of(each, "cuda", monkeypatch) for each in ("auto", "fp8"))
+
+    assert (auto.dtype, fp8.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert fp8.block_bytes * 2 == auto.block_bytes
+    assert fp8.num_blocks == 2 * auto.num_blocks
+
+
+def size_of(kv_cache_dtype, device, monkeypatch, dtype=torch.bfloat16):
+    """Return the size of caches with 1 MB."""
+    monkeypatch.setattr(arenas, "memory_of", lambda *_: 1 << 30)
+    config = EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_bytes=1 << 20)
+    heads = AttentionHeads(queries=4, keys=2, dim=64)
+    return kv_size(
+        config,
+        torch.device(device),
+        dtype,
+        heads,
+        num_layers=2,
+        lengths=[8192],
+        has_beams=False,
+    )

@@ -1249,9 +1249,9 @@ def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monke
     exporter = InMemorySpanExporter()
 
     def new_tracer(model, version):
-        return RequestTracer(SimpleSpanProcessor(exporter), model, version)
+        return RequestTracer(model, version, lambda: SimpleSpanProcessor(exporter))
 
-    monkeypatch.setattr(server_model, "load_tracer", new_tracer)
+    monkeypatch.setattr(server_model, "RequestTracer", new_tracer)
     model = load()
     context = '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'
     traced, untraced = ask(text=text("the cat", "a")), ask(text=text("a"))
@@ -1286,7 +1286,7 @@ def test_a_request_is_answered_even_if_it_cannot_be_traced(load, ask, server_mod
         def close(self):
             pass
 
-    monkeypatch.setattr(server_model, "load_tracer", lambda model, version: BrokenTracer())
+    monkeypatch.setattr(server_model, "RequestTracer", lambda model, version: BrokenTracer())
     model = load()
     first, second = ask(text=text("a")), ask(text=text("b"))
 

@@ -48,7 +48,7 @@ def test_a_model_is_completed_loads_answers_and_ends(
 ):
     contexts = []
     tracer = SimpleNamespace(begin=lambda context, _: contexts.append(context), close=lambda: None)
-    monkeypatch.setattr(server_model, "load_tracer", lambda name, version: tracer)
+    monkeypatch.setattr(server_model, "RequestTracer", lambda name, version: tracer)
     pb_utils.model_dir = str(small_bert)
     completed = server_model.TritonPythonModel.auto_complete_config(minimal_config(restricted))
     model = load(small_bert, completed.as_dict())

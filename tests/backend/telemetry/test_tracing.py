@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from varlen.telemetry.tracing import RequestTracer, load_tracer
+from varlen.telemetry.tracing import RequestTracer
 
 # Longer than a close takes on a busy machine.
 SECONDS = 20.0
@@ -32,7 +32,7 @@ def exporter():
 
 @pytest.fixture
 def tracer(exporter):
-    tracer = RequestTracer(SimpleSpanProcessor(exporter), "minilm", "1")
+    tracer = RequestTracer("minilm", "1", lambda: SimpleSpanProcessor(exporter))
     yield tracer
     tracer.close()
 
@@ -102,7 +102,7 @@ def test_a_request_that_is_not_sampled_has_no_trace(tracer, given):
 
 def test_the_environment_names_the_service(monkeypatch, exporter):
     def service():
-        tracer = RequestTracer(SimpleSpanProcessor(exporter), "m", "1")
+        tracer = RequestTracer("m", "1", lambda: SimpleSpanProcessor(exporter))
         tracer.end(tracer.begin(context(), 0.0), "ok")
         return exporter.get_finished_spans()[-1].resource.attributes["service.name"]
 
@@ -111,19 +111,22 @@ def test_the_environment_names_the_service(monkeypatch, exporter):
     assert service() == "embeddings"
 
 
-def test_a_tracer_comes_with_the_packages_and_does_nothing_without_them(monkeypatch):
-    tracer = load_tracer("m", "1")
-    assert tracer is not None
+def test_packages_are_imported_with_the_first_context(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    tracer = RequestTracer("m", "1")
+
+    assert tracer.begin(None, 0.0) is None
+    with pytest.raises(ImportError):
+        tracer.begin(context(), 0.0)
     tracer.close()
 
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    assert load_tracer("m", "1") is None
 
-
-def test_a_wrong_variable_of_the_packages_does_not_keep_a_model_from_loading(monkeypatch):
+def test_a_wrong_variable_of_the_packages_is_an_error_of_the_first_context(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")
+    tracer = RequestTracer("m", "1")
 
-    assert load_tracer("m", "1") is None
+    with pytest.raises(ValueError, match="max_export_batch_size"):
+        tracer.begin(context(), 0.0)
 
 
 def test_a_collector_that_does_not_answer_holds_up_an_unload_for_seconds_only(monkeypatch):
@@ -136,7 +139,9 @@ def test_a_collector_that_does_not_answer_holds_up_an_unload_for_seconds_only(mo
 
     processor = SimpleSpanProcessor(InMemorySpanExporter())
     monkeypatch.setattr(processor, "shutdown", shutdown)
-    closing = Thread(target=RequestTracer(processor, "m", "1").close)
+    tracer = RequestTracer("m", "1", lambda: processor)
+    tracer.begin(context(), 0.0)
+    closing = Thread(target=tracer.close)
 
     closing.start()
     is_asked = asked.wait(SECONDS)

@@ -3,6 +3,8 @@
 numpy has no bfloat16, so the interpreter keeps such values as raw bits in uint16 arrays, and adds, compares and
 multiplies these as integers. With this patch, every operation widens its operands to fp32, computes, and rounds the
 result to nearest even; a reduction or scan rounds once, at its end. For Triton 3.6 to 3.9.
+
+Casts from and to fp8 (e4m3) are torch's: the interpreter rounds its smallest numbers down.
 """
 
 from collections.abc import Callable
@@ -10,12 +12,14 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 _NAN = np.uint16(0x7FC0)
+_FP8 = torch.float8_e4m3fn
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -80,6 +84,12 @@ def _cast(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
         self: InterpreterBuilder, source: TensorHandle, target: tl.dtype, *rounding: Any
     ) -> TensorHandle:
         source = _widened(source)
+        if source.dtype.scalar == tl.float8e4nv:
+            held = torch.from_numpy(np.ascontiguousarray(source.data)).view(_FP8)
+            source = TensorHandle(held.float().numpy(), tl.float32)
+        if target.scalar == tl.float8e4nv:
+            held = torch.from_numpy(np.ascontiguousarray(source.data, np.float32)).to(_FP8)
+            return TensorHandle(held.view(torch.uint8).numpy(), tl.float8e4nv)
         if target.scalar == tl.bfloat16:
             return _narrowed(TensorHandle(source.data.astype(np.float32), tl.float32))
         if source.dtype.scalar == target.scalar:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from varlen_kernels import reference
+from varlen_kernels.reference.paged import FP8
 from varlen_kernels.triton.append_kv import append_kv, candidate_launches
 from varlen_kernels.tuning import forced_launch
 
@@ -44,6 +45,30 @@ def check_against_reference(
 @pytest.mark.parametrize("tokens", [1, 7, 63])
 def test_matches_the_reference(tokens, dtype, device):
     check_against_reference(tokens, 4, 2, 64, dtype, device)
+
+
+@DTYPES
+@pytest.mark.parametrize("rotates", [False, True], ids=["", "rotated"])
+def test_fp8_caches_hold_the_nearest_number_up_to_448(rotates, dtype, device):
+    factors = torch.logspace(-4, 4, 9)[:, None]
+    qkv = (rand(9, 4 * 16) * factors).to(device, dtype)
+    caches = torch.full((2, 2, 3, 2, 16, 16), 7.0).to(FP8).to(device)
+    positions = ()
+    if rotates:
+        angles = rand(20, 8)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+        positions = torch.arange(9, dtype=torch.int32, device=device), cos_sin
+    settings = {"num_heads": 0, "num_kv_heads": 2}
+    slots = slots_of(9, 48, device, missing=[4])
+
+    append_kv(qkv, slots, *caches[0], *positions, **settings)
+    reference.append_kv(qkv, slots, *caches[1], *positions, **settings)
+
+    actual, expected = caches.float()
+    assert actual.abs().max() == 448
+    # rounding before the last one may differ, and then by a step of 3 bits
+    tolerance = {"rtol": 0.13, "atol": 2**-9} if rotates else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(actual, expected, **tolerance)
 
 
 def test_accepts_keys_and_values_alone(device):

@@ -8,6 +8,7 @@ import torch
 from triton.runtime.interpreter import interpreter_builder
 
 from varlen_kernels import reference
+from varlen_kernels.reference.paged import FP8
 from varlen_kernels.triton import arrivals, attention_decode, paged_tiles
 from varlen_kernels.triton.attention_paged import attention_paged as attend
 from varlen_kernels.triton.splits import Splits, choose_splits
@@ -95,6 +96,12 @@ def small_launches(monkeypatch, device):
 @STEPS
 def test_matches_the_reference(step, dtype, device):
     check_against_reference(step, 64, dtype, device)
+
+
+@STEPS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_reads_keys_and_values_of_fp8(step, dtype, device):
+    check_against_reference(step, 16, dtype, device, cache_dtype=FP8)
 
 
 @pytest.mark.full

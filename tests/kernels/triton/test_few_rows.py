@@ -5,6 +5,7 @@ import torch
 
 from varlen_kernels import reference
 from varlen_kernels.reference.few_rows import FoldedNorm
+from varlen_kernels.reference.paged import FP8
 from varlen_kernels.triton import arrivals, few_rows
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -131,6 +132,22 @@ def test_norm_append_kv_is_right(rows, heads, key_heads, head_dim, is_rms, rotat
     assert_close(found[:, :queries], expected[:, :queries], dtype, factor=2.0)
     for cache, right in zip(arguments[5:7], exactly[5:7], strict=True):
         assert_close(cache, right, dtype, factor=2.0)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_norm_append_kv_writes_fp8(rows, device):
+    *others, keys, values, position_ids, cos_sin = append_arguments(
+        rows, 4, 2, 16, torch.float16, device, is_rms=True, rotates=True
+    )
+    options = {"num_heads": 4, "num_kv_heads": 2, "eps": EPS}
+    caches = torch.stack((keys, values)).to(FP8)
+    expected = caches.clone()
+
+    few_rows.norm_append_kv(*others, *caches, position_ids, cos_sin, **options)
+    reference.norm_append_kv(*others, *expected, position_ids, cos_sin, **options)
+
+    # rounding before the last one may differ, and then by a step of 3 bits
+    torch.testing.assert_close(caches.float(), expected.float(), rtol=0.13, atol=2**-9)
 
 
 @DTYPES

@@ -36,12 +36,14 @@ class System(NamedEngine):
         unit: unit of the batch size.
         size: batch size; 0: calibrated, unless the engine batches requests itself.
         per_core: whether it has an instance on each core, which run batches at the same time; else one on all.
+        has_drafts: whether it drafts tokens from the prompt and the answer.
     """
 
     batching: Batching
     unit: BatchUnit = "sequences"
     size: int = 0
     per_core: bool = False
+    has_drafts: bool = False
 
     def cores(self, threads: int) -> Cores:
         """Return how it uses `threads` cores."""

@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from varlen.config import DType
 
 OURS, REQUEST_LEVEL = "varlen-fp32", "varlen-fp32-batches"
+DRAFTING = "varlen-fp32-ngram"
 
 SYSTEMS = by_name(
     System(OURS, "varlen", "fp32", "engine"),
     System("varlen-bf16", "varlen", "bf16", "engine"),
     System("varlen-int8", "varlen", "int8", "engine"),
     System("varlen-int4", "varlen", "int4", "engine"),
+    System(DRAFTING, "varlen", "fp32", "engine", has_drafts=True),
+    System("varlen-bf16-ngram", "varlen", "bf16", "engine", has_drafts=True),
     System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),
@@ -66,7 +69,7 @@ _RUNNING, _STEP_TOKENS = 64, 512
 def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) -> RunBatch:
     """Return a function that generates one batch."""
     if system.engine == "varlen":
-        return partial(run_together, _load_varlen(checkpoint, system.precision, cores))
+        return partial(run_together, _load_varlen(checkpoint, system, cores))
     if system.engine == "transformers":
         return _transformers_batches(checkpoint, cores)
     return _ctranslate2_batches(checkpoint, scratch, system.precision, cores)
@@ -75,7 +78,7 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, cores: Cores) 
 def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
     """Return a function that starts one request."""
     if system.engine == "varlen":
-        return _load_varlen(checkpoint, system.precision, cores)
+        return _load_varlen(checkpoint, system, cores)
     if system.engine == "transformers":
         return _transformers_continuous(checkpoint, cores)
     loaders = {"vllm": load_vllm, "llamacpp": load_llamacpp, "openvino-genai": load_openvino}
@@ -107,10 +110,14 @@ def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
     }
 
 
-def _load_varlen(checkpoint: Path, precision: Precision, cores: Cores) -> Submit:
+def _load_varlen(checkpoint: Path, system: System, cores: Cores) -> Submit:
     # random prompts share nothing
-    settings = {"max_running_sequences": _RUNNING, "prefix_cache": False}
-    return load_varlen(checkpoint, precision, cores, settings, temperature=0.0, ignore_eos=True)
+    settings: dict[str, Any] = {"max_running_sequences": _RUNNING, "prefix_cache": False}
+    if system.has_drafts:
+        settings["speculation"] = "ngram"
+    return load_varlen(
+        checkpoint, system.precision, cores, settings, temperature=0.0, ignore_eos=True
+    )
 
 
 def load_varlen(

@@ -1,4 +1,4 @@
-"""Rows of tables, activations, norms, and rotary positions of heads, compiled by numba.
+"""Rows of tables, activations, norms, rotary positions, and vectors of sequences, in compiled code.
 
 Source of RMS norms: Zhang, Sennrich 2019, arXiv:1910.07467.
 """
@@ -13,12 +13,15 @@ from varlen_kernels.cpu.bodies.epilogues import (
     store_up_to,
     store_within,
 )
-from varlen_kernels.cpu.native.lanes import multiply_add, splat, sum_of
+from varlen_kernels.cpu.native.lanes import largest_of, maximum, multiply_add, splat, sum_of
 from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import NO_ACTIVATION
+from varlen_kernels.op_table import NO_ACTIVATION, POOLINGS
+from varlen_kernels.vector_ops import HUGE, NORM_FLOOR, SCALE_OF_HUGE
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_CLS, _LAST, _MAX, _SUM, _MEAN, _MEAN_SQRT, _WEIGHTED_MEAN = range(len(POOLINGS))
+_HUGE, _SCALE_OF_HUGE, _FLOOR = np.float32(HUGE), np.float32(SCALE_OF_HUGE), np.float32(NORM_FLOOR)
 
 
 @inlined
@@ -204,4 +207,68 @@ def local_ids(first, last, ids, begin, count, out):
     for i in range(first, last):
         place = np.int64(ids[i]) - begin
         out[i] = place if 0 <= place < count else count
+    return 0
+
+
+@inlined
+def _divide_by_length(matrix, row):
+    """Divide a row by its Euclidean norm."""
+    features, largest, total = matrix.shape[1], splat(_ZERO), splat(_ZERO)
+    for column in range(0, features, LANES):
+        value = load_within(matrix, row, column)
+        largest = maximum(largest, maximum(value, splat(_ZERO) - value))
+    factor = _SCALE_OF_HUGE if largest_of(largest) > _HUGE else _ONE
+    for column in range(0, features, LANES):
+        value = load_within(matrix, row, column) * splat(factor)
+        total = multiply_add(value, value, total)
+    length = max(np.sqrt(sum_of(total)), _FLOOR)
+    for column in range(0, features, LANES):
+        value = load_within(matrix, row, column) * splat(factor)
+        store_within(matrix, row, column, value / splat(length))
+
+
+@inlined_body
+def pool(
+    first,
+    last,
+    x,  # [tokens, hidden]
+    cu_seqlens,
+    normalize,  # [sequences], or [0] for none
+    unpooled_lengths,  # [sequences], or [0] for none
+    rows,  # rows of x that are pooled, or [0] for all
+    mode,
+    out,  # [sequences, hidden]
+):
+    """Write the vectors of some sequences."""
+    for sequence in range(first, last):
+        begin, end = np.int64(cu_seqlens[sequence]), np.int64(cu_seqlens[sequence + 1])
+        start, stop = begin, end
+        if unpooled_lengths.shape[0]:
+            start = min(end, begin + np.int64(unpooled_lengths[sequence]))
+        if mode == _CLS:
+            # the first of all where none is left
+            start = start if start < end else begin
+            stop = min(end, start + 1)
+        elif mode == _LAST:
+            start = max(start, end - 1)
+        weight = stop - start
+        if mode == _WEIGHTED_MEAN:
+            # the sum of their places
+            weight = weight * (start + stop - 2 * begin + 1) // 2
+        divisor = np.float32(weight) if weight and mode >= _MEAN else _ONE
+        if mode == _MEAN_SQRT:
+            divisor = np.sqrt(divisor)
+        # of no token, the maximum of a sequence
+        least = np.float32(-np.inf) if mode == _MAX and begin < end else _ZERO
+        for column in range(0, out.shape[1], LANES):
+            total = splat(least)
+            for token in range(start, stop):
+                row = np.int64(rows[token]) if rows.shape[0] else token
+                value = load_within(x, row, column)
+                factor = np.float32(token - begin + 1) if mode == _WEIGHTED_MEAN else _ONE
+                added = multiply_add(splat(factor), value, total)
+                total = maximum(total, value) if mode == _MAX else added
+            store_within(out, sequence, column, total / splat(divisor))
+        if normalize.shape[0] and normalize[sequence]:
+            _divide_by_length(out, sequence)
     return 0
