@@ -233,7 +233,7 @@ $(VENV)/peers-%/stamp: tools/varlen_bench/peers/%.txt | $(VENV)/setup.stamp
 bench-generate: setup ## Compare generation with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps $(TRITON_WHEEL)
-	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-vllm/stamp $(VENV)/peers-llamacpp/stamp
+	-@$(MAKE) --no-print-directory --keep-going $(VENV)/peers-openvino/stamp $(VENV)/peers-onnxruntime/stamp $(VENV)/peers-vllm/stamp $(VENV)/peers-llamacpp/stamp
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
 
 bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks

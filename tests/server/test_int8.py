@@ -27,6 +27,8 @@ SETTINGS = {
     "t5gemma": {"dtype": "int8", "device": "cpu"},
 }
 TEXTS = ("the cat", "a", "the cat and the river, again and again", "0123456789")
+# One of each method that quantizes.
+METHODS = ("awq", "gptq-old", "packed-4-asymmetric", "int8", "fp8-blocks", "nf4")
 SEARCH = {"max_tokens": 20, "num_beams": 3}
 
 
@@ -61,19 +63,27 @@ def test_answers_are_those_of_the_model_in_process(server, checkpoints, name):
     assert f"in {SETTINGS[name]['dtype']} on" in server.log()
 
 
-def test_a_quantized_checkpoint_answers_as_its_weights(tmp_path):
+def test_quantized_checkpoints_answer_as_their_weights(tmp_path):
     """A server of its own: the other one calibrates for minutes."""
-    quantized, floats = tmp_path / "quantized", tmp_path / "floats"
-    widen(floats, save_quantized(floats, "gptq-old"))
-    save_quantized(quantized, "gptq-old")
-    add_model(tmp_path / "models", "gptq", quantized)
-    with LocalServer(tmp_path / "models") as server:
+    models = tmp_path / "models"
+    for name in METHODS:
+        save_quantized(tmp_path / name, name)
+        widen(tmp_path / f"{name}-floats", save_quantized(tmp_path / f"{name}-floats", name))
+        add_model(models, name, tmp_path / name)
+    add_model(models, "kept", tmp_path / "awq", dtype="auto")
+    with LocalServer(models) as server:
         server.wait_ready(TIMEOUT_SECONDS)
-        with Client(server.grpc_url, "gptq") as client:
-            served = [client.generate(text, **SEARCH) for text in TEXTS]
+        served = {}
+        for name in (*METHODS, "kept"):
+            with Client(server.grpc_url, name) as client:
+                served[name] = [client.generate(text, **SEARCH).token_ids for text in TEXTS]
         log = server.log()
-    with Generator.from_pretrained(floats, dtype="fp32", device="cpu") as generator:
-        expected = generator.generate(TEXTS, **SEARCH)
+    for name, tokens in served.items():
+        folder, dtype = ("awq", "auto") if name == "kept" else (f"{name}-floats", "fp32")
+        with Generator.from_pretrained(tmp_path / folder, dtype=dtype, device="cpu") as generator:
+            expected = generator.generate(TEXTS, **SEARCH)
+        assert tokens == [each.token_ids for each in expected], name
 
-    assert [answer.token_ids for answer in served] == [each.token_ids for each in expected]
     assert "weights quantized by gptq: 14 of 4 bits in groups of 16; they are widened" in log
+    assert "14 of 4 bits in groups of 16; a CPU keeps the 4 bits of linear layers" in log
+    assert "linear layers that keep codes of 4 bits: 8" in log

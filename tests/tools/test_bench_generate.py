@@ -265,6 +265,71 @@ def test_openvino_runs_in_steps_and_reads_each_answer_to_its_end(tmp_path, monke
     assert (checkpoint, weights) == (tmp_path, "int8")
 
 
+class FakeOnnxruntime:
+    """Package onnxruntime_genai: a step gives each request the number of its tokens left."""
+
+    FinishReason = SimpleNamespace(NONE="none", MAX="max", FAILED="failed")
+
+    def __init__(self):
+        self.requests = []
+        self.Model = str
+        self.Engine = lambda model: self
+
+    def create_event_buffer(self, capacity):
+        return capacity
+
+    def create_request(self):
+        return FakeRequest(self)
+
+    class TurnOptions:
+        def __init__(self, request):
+            self.sampled = True
+
+        def set_do_sample(self, sampled):
+            self.sampled = sampled
+
+        def set_max_generated_tokens(self, count):
+            self.count = count
+
+        def set_min_generated_tokens(self, count):
+            assert count == self.count
+
+    def run(self, capacity):
+        for request in list(self.requests):
+            token, request.left = request.left, request.left - 1
+            reason = "none" if request.left else "max"
+            yield SimpleNamespace(
+                request=request, token=token, finish_reason=reason, error_code="none"
+            )
+
+
+class FakeRequest:
+    def __init__(self, engine):
+        self.engine = engine
+
+    def begin_turn(self, tokens, options):
+        assert not options.sampled
+        self.ids, self.left = tokens.tolist(), options.count
+        self.engine.requests.append(self)
+
+    def close(self):
+        self.engine.requests.remove(self)
+
+
+def test_onnxruntime_runs_in_steps_and_closes_what_has_ended(tmp_path, monkeypatch):
+    fake, exports = FakeOnnxruntime(), []
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", fake)
+    monkeypatch.setattr(stepped, "_export_onnx", lambda *about: exports.append(about))
+
+    submit = load_iteration(SYSTEMS["onnxruntime-int4"], tmp_path, Cores(1, 2))
+    answers = drive_iterations(submit, Requests.at_once("", [[7, 8], [9]], [3, 1]))
+
+    assert [answer.tokens for answer in answers] == [[3, 2, 1], [1]]
+    assert fake.requests == []
+    ((checkpoint, _, *settings),) = exports
+    assert (checkpoint, settings) == (tmp_path, ["int4", 64, 2])
+
+
 class FakeVllm:
     """Packages vllm and vllm.sampling_params: a step gives each request the length of its prompt."""
 

@@ -37,7 +37,7 @@ FORMS = {
         "tokenizer.json is a pointer of Git LFS, not the file itself",
     ),
     "half": (cut, "it was not downloaded whole; download it again"),
-    "gguf": (only("m-q4.gguf"), "holds weights of llama.cpp (m-q4.gguf); quantized weights are"),
+    "gguf": (only("m-q4.gguf"), "holds weights of llama.cpp (m-q4.gguf); take the checkpoint"),
     "onnx": (only("onnx/model.onnx"), "holds only weights of ONNX (onnx/model.onnx); take"),
     "ctranslate2": (only("model.bin", "shared_vocabulary.json"), "holds a model of CTranslate2"),
     "shards": (only("model-00001-of-00002.safetensors"), "whose index is missing: download"),
@@ -106,4 +106,4 @@ def test_a_file_in_place_of_a_folder_is_refused(encoder, tmp_path, command):
 
     message = COMMANDS[command](encoder / "m-q4.gguf", tmp_path)
 
-    assert "holds weights of llama.cpp (m-q4.gguf); quantized weights are not served" in message
+    assert "holds weights of llama.cpp (m-q4.gguf); take the checkpoint" in message

@@ -1,4 +1,4 @@
-"""The generation benchmark: varlen beside transformers, CTranslate2, OpenVINO GenAI, vLLM and llama.cpp.
+"""The generation benchmark: varlen beside six other engines.
 
 docs/benchmarks/generate.md has the method; `make bench-generate` runs it with its defaults.
 """
@@ -63,7 +63,7 @@ class Prompts(str, Enum):
 
 @dataclass(kw_only=True)
 class GenerateSubject(GeneratingSubject):
-    """Compare varlen's generation with five other engines on this CPU."""
+    """Compare varlen's generation with six other engines on this CPU."""
 
     name: ClassVar = "generate"
     packages: ClassVar = ("torch", "transformers", "ctranslate2", "varlen")

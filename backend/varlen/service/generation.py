@@ -136,8 +136,7 @@ class GeneratorParts:
     ) -> "Service[GeneratorParts]":
         if config.speculation != "none" and checkpoint.translate is not None:
             raise ConfigError(
-                f'speculation is "{config.speculation}" and the task is translate, whose searches need every token'
-                " before the next; allowed: none"
+                f'speculation is "{config.speculation}" and the task is translate; allowed: none'
             )
         torch.set_num_threads(config.threads or usable_cores())
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from tests.closeness import assert_close, encoder_roundings
+from tests.quantized import save_quantized
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
+from varlen.execution import programs
+from varlen.execution.rank_link import NO_OTHERS
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint.layers import Linear, TokenTable
@@ -201,6 +204,23 @@ def test_ranks_of_a_generator_give_the_logits_of_one_process(make_checkpoint, ki
         size, lambda link: logits_of(Runner(checkpoint, CONFIG, NoChooser(), link=link))
     )
 
+    scale = expected[expected.isfinite()].abs().max()
+    torch.testing.assert_close(found / scale, expected / scale, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_keep_their_share_of_codes(tmp_path, monkeypatch):
+    save_quantized(tmp_path, "packed-4-asymmetric")
+    checkpoint, config = Checkpoint.open(tmp_path), replace(CONFIG, dtype="auto")
+    monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
+
+    def run(link=NO_OTHERS):
+        runner = Runner(checkpoint, config, NoChooser(), link=link)
+        return runner.info.weight_bytes, logits_of(runner)
+
+    whole, expected = run()
+    (part, found), *_ = on_ranks(2, run)
+
+    assert part < 0.6 * whole
     scale = expected[expected.isfinite()].abs().max()
     torch.testing.assert_close(found / scale, expected / scale, rtol=1e-5, atol=1e-5)
 

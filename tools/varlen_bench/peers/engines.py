@@ -29,6 +29,7 @@ EngineName = Literal[
     "ctranslate2",
     "openvino",
     "openvino-genai",
+    "onnxruntime-genai",
     "vllm",
     "llamacpp",
 ]
@@ -42,6 +43,7 @@ _ROOT = Path(__file__).parents[3]
 # The benchmark's make target makes each from the requirements of this name, beside this file.
 _ENVIRONMENTS: dict[EngineName, str] = {
     "openvino-genai": "openvino",
+    "onnxruntime-genai": "onnxruntime",
     "vllm": "vllm",
     "llamacpp": "llamacpp",
     "zentorch": "zentorch",

@@ -1,4 +1,4 @@
-"""The process of a system that generates: six engines, and the systems made of them."""
+"""The process of a system that generates: seven engines, and the systems made of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 from varlen_bench.workers.llamacpp import load_llamacpp
-from varlen_bench.workers.stepped import load_openvino, load_vllm, step_in_thread
+from varlen_bench.workers.stepped import (
+    load_onnxruntime_genai,
+    load_openvino,
+    load_vllm,
+    step_in_thread,
+)
 
 if TYPE_CHECKING:
     from varlen.config import DType
@@ -54,6 +59,10 @@ SYSTEMS = by_name(
     System("openvino-fp32", "openvino-genai", "fp32", "engine"),
     System("openvino-bf16", "openvino-genai", "bf16", "engine"),
     System("openvino-int8", "openvino-genai", "int8", "engine"),
+    System("openvino-int4", "openvino-genai", "int4", "engine"),
+    System("onnxruntime-fp32", "onnxruntime-genai", "fp32", "engine"),
+    System("onnxruntime-int8", "onnxruntime-genai", "int8", "engine"),
+    System("onnxruntime-int4", "onnxruntime-genai", "int4", "engine"),
     System("llamacpp-fp32", "llamacpp", "fp32", "engine"),
     System("llamacpp-bf16", "llamacpp", "bf16", "engine"),
     System("llamacpp-int8", "llamacpp", "int8", "engine"),
@@ -81,7 +90,12 @@ def load_iteration(system: System, checkpoint: Path, cores: Cores) -> Submit:
         return _load_varlen(checkpoint, system, cores)
     if system.engine == "transformers":
         return _transformers_continuous(checkpoint, cores)
-    loaders = {"vllm": load_vllm, "llamacpp": load_llamacpp, "openvino-genai": load_openvino}
+    loaders = {
+        "vllm": load_vllm,
+        "llamacpp": load_llamacpp,
+        "openvino-genai": load_openvino,
+        "onnxruntime-genai": load_onnxruntime_genai,
+    }
     load = loaders[system.engine]
     limits = {"running": _RUNNING, "step_tokens": _STEP_TOKENS}
     return step_in_thread(partial(load, checkpoint, system.precision, cores, **limits))

@@ -1,8 +1,9 @@
-"""Engines whose caller runs their steps: OpenVINO GenAI and vLLM."""
+"""Engines whose caller runs their steps: OpenVINO GenAI, onnxruntime-genai and vLLM."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def load_openvino(
 ) -> tuple[Add, Step]:
     """Return the functions of a ContinuousBatchingPipeline that add a request and run a step.
 
-    int8 has 8-bit weights, and products in the type that OpenVINO chooses. Keys and values are 8-bit, its default.
+    int8 and int4 are the bits of weights, and products have the type that OpenVINO chooses. Keys and values are 8-bit,
+    its default.
     """
     import openvino
     import openvino_genai
@@ -110,10 +112,11 @@ def load_openvino(
     limits.dynamic_split_fuse = True
     limits.enable_prefix_caching = False
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": cores.total}
-    if precision != "int8":
+    if precision not in ("int8", "int4"):
         options["INFERENCE_PRECISION_HINT"] = "bf16" if precision == "bf16" else "f32"
     with TemporaryDirectory(prefix="varlen-bench-") as folder:
-        _export_openvino(checkpoint, folder, "int8" if precision == "int8" else "fp32")
+        weights = precision if precision in ("int8", "int4") else "fp32"
+        _export_openvino(checkpoint, folder, weights)
         engine: Any = openvino_genai.ContinuousBatchingPipeline(folder, limits, "CPU", options)
     handles: dict[int, Any] = {}
 
@@ -143,12 +146,72 @@ def _export_openvino(checkpoint: Path, folder: str, weights: str) -> None:
     """Write model and tokenizer in OpenVINO's format, in a process that ends with its memory.
 
     Args:
-        weights: format of the weights, "fp32" or "int8".
+        weights: format of the weights, "fp32", "int8" or "int4".
     """
     program = Path(sys.executable).with_name("optimum-cli")
     command = [str(program), "export", "openvino", "--model", str(checkpoint)]
     command += ["--task", "text-generation-with-past", "--weight-format", weights, folder]
     subprocess.run(command, check=True)
+
+
+def load_onnxruntime_genai(
+    checkpoint: Path, precision: Precision, cores: Cores, *, running: int, step_tokens: int
+) -> tuple[Add, Step]:
+    """Return the functions of onnxruntime-genai's engine that add a request and run a step.
+
+    int8 and int4 are weights with a scale for each block of 32. Paged attention, and a limit of tokens for a step, are
+    for GPUs only.
+    """
+    del step_tokens
+    import onnxruntime_genai
+
+    og: Any = onnxruntime_genai
+    with TemporaryDirectory(prefix="varlen-bench-") as folder:
+        _export_onnx(checkpoint, Path(folder), precision, running, cores.total)
+        engine = og.Engine(og.Model(folder))
+    # a token and an end for each request
+    events = engine.create_event_buffer(2 * running)
+    numbers: dict[Any, int] = {}
+
+    def add(number: int, prompt: Ids, limit: int) -> None:
+        request = engine.create_request()
+        numbers[request] = number
+        options = og.TurnOptions(request)
+        options.set_do_sample(False)
+        options.set_max_generated_tokens(limit)
+        # it never chooses the end token before
+        options.set_min_generated_tokens(limit)
+        request.begin_turn(np.array(prompt, dtype=np.int32), options)
+
+    def step() -> Iterator[tuple[int, Ids, bool]]:
+        for event in engine.run(events):
+            if event.finish_reason == og.FinishReason.FAILED:
+                raise RuntimeError(f"a request failed: {event.error_code}")
+            is_last = event.finish_reason != og.FinishReason.NONE
+            yield numbers[event.request], [event.token], is_last
+            if is_last:
+                del numbers[event.request]
+                event.request.close()
+
+    return add, step
+
+
+def _export_onnx(
+    checkpoint: Path,
+    folder: Path,
+    precision: Precision,
+    running: int,
+    threads: int,
+) -> None:
+    """Write model and settings in the format of onnxruntime-genai."""
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint)]
+    command += ["-o", str(folder), "-p", precision, "-e", "cpu", "-c", str(folder / "cache")]
+    subprocess.run(command, check=True)
+    path = folder / "genai_config.json"
+    settings = json.loads(path.read_text())
+    settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    settings["engine"] = {"static_batching": {"max_batch_size": running}}
+    path.write_text(json.dumps(settings))
 
 
 def load_vllm(

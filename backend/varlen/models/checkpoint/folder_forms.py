@@ -53,7 +53,11 @@ _OTHER_MODELS = (
 )
 # Weights that are served in another form only.
 _OTHER_WEIGHTS = (
-    _Form(("*.gguf",), "weights of llama.cpp", f"quantized weights are not served: {_ORIGINAL}"),
+    _Form(
+        ("*.gguf",),
+        "weights of llama.cpp",
+        f"{_ORIGINAL}, or widen it (docs/start/models.md, GGUF)",
+    ),
     *(
         _Form(
             (pattern,),

@@ -44,7 +44,6 @@ from varlen.scheduling.batch import (
     Event,
     Failure,
     SequenceFailure,
-    SequenceOutput,
     append_token,
     write_answers,
 )
@@ -294,14 +293,17 @@ class IterationScheduler:
             self._memory.copies.end(step.copies)
         outputs, end = result.outputs, sum(map(len, step.drafts.values()))
         drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
+        rows: tuple[Chunk, ...] = ()
+        more: tuple[SampledToken, ...] = ()
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = {group: step.chunks[group] for group in step.groups}
         self._count_served(present)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
-            rows = step.drafts.get(group, ()) if step.drafts else ()
-            more = tuple(islice(drafted, len(rows)))
+            if step.drafts:
+                rows = step.drafts.get(group, ())
+                more = tuple(islice(drafted, len(rows)))
             if group not in present:
                 continue
             if group.is_plain and chunk.samples:
@@ -541,8 +543,8 @@ class IterationScheduler:
         events = [*self._update_plain(group, rows[0], tokens[0])]
         accepted = 0
         for row, before, token in zip(rows[1:], tokens, tokens[1:], strict=False):
-            is_next = events and isinstance(events[-1], SequenceOutput)
-            if not is_next or first.status == "finished" or row.token_ids[0] != before.token_id:
+            is_next = row.token_ids[0] == before.token_id and not before.is_pending
+            if not is_next or first.status == "finished":
                 break
             accepted += 1
             first.num_computed += 1

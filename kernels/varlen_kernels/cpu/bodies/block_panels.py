@@ -9,7 +9,6 @@ neighbours, and the codes of even inputs are in its lower half: so a shift and a
 Source: a group of weights with a scale, Frantar et al. 2022, arXiv:2210.17323.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
@@ -26,7 +25,15 @@ from varlen_kernels.cpu.bodies.panel_layout import (
     TILE_ROWS,
     shift_of,
 )
-from varlen_kernels.cpu.native.lanes import element_address, load, moved, splat, store, sum_of
+from varlen_kernels.cpu.native.lanes import (
+    element_address,
+    load,
+    moved,
+    multiply_add,
+    splat,
+    store,
+    sum_of,
+)
 from varlen_kernels.cpu.native.native import (
     aligned,
     fp32_matrix,
@@ -51,77 +58,65 @@ _ADD_PAIRS, _LOOK_UP = "llvm.x86.avx512bf16.dpbf16ps.512", "llvm.x86.avx512.perm
 _NUMBERS = ir.Constant(
     _HALVES, 2 * [int(each) >> 16 for each in np.arange(16, dtype=np.float32).view(np.uint32)]
 )
-# What code 0 stands for, in scales, of a weight without zero points.
-_MIDDLE = ir.Constant(_FLOATS, [-8.0] * LANES)
-_ZERO = np.float32(0)
+# Value of code 0 in scales, of a weight without zero points.
+_ZERO, _MIDDLE = np.float32(0), np.float32(-8)
 
 
 class _Tile:
-    """Writes the instructions that add the products of some rows with a panel to sums."""
+    """Writes the instructions of a product of some rows with a block of a panel."""
 
-    def __init__(self, context: Any, builder: Any, declared: Any, values: Any, rows: int) -> None:
+    def __init__(self, context: Any, builder: Any, kinds: Any, values: Any, rows: int) -> None:
         self._builder = builder
-        x, row, panels, panel, scales, size, x_sums, x_row, sums = values
-        x_type, panels_type, scales_type, x_sums_type = (declared.args[i] for i in (0, 2, 4, 6))
+        x, row, column, panels, panel, place, words, sums = values
         # bytes of a number of a row, and inputs that are multiplied at a time
-        self._width = x_type.dtype.bitwidth // 8
+        self._width = kinds[0].dtype.bitwidth // 8
         self._depth = 2 if HAS_PAIRS and self._width == 2 else 1
 
-        def rows_of(kind: Any, array: Any, first: Any, count: int = rows) -> list[Any]:
-            places = [builder.add(first, _SIZE(i)) for i in range(count)]
-            return [element_address(context, builder, kind, array, i, _SIZE(0)) for i in places]
+        def address(kind: Any, array: Any, first: Any, i: int, of_column: Any) -> Any:
+            at = builder.add(first, _SIZE(i))
+            return element_address(context, builder, kind, array, at, of_column)
 
-        def columns_of(kind: Any, array: Any) -> Any:
-            shape = context.make_array(kind)(context, builder, array).shape
-            return cgutils.unpack_tuple(builder, shape, 2)[1]
-
-        self._rows, x_sum_rows = rows_of(x_type, x, row), rows_of(x_sums_type, x_sums, x_row)
-        sum_rows = rows_of(declared.args[8], sums, _SIZE(0))
-        (self._words,) = rows_of(panels_type, panels, panel, 1)
-        (of_scales,) = rows_of(scales_type, scales, panel, 1)
-        blocks, words = columns_of(x_sums_type, x_sums), builder.udiv(size, _SIZE(CODES))
-        # of a block
-        scale_bytes = builder.udiv(builder.mul(columns_of(scales_type, scales), _SIZE(4)), blocks)
+        self._rows = [address(kinds[0], x, row, i, column) for i in range(rows)]
+        self._words = address(kinds[3], panels, panel, 0, place)
         self._totals = [
             [cgutils.alloca_once(builder, _FLOATS) for _ in range(PANEL_VECTORS)]
             for _ in range(rows)
         ]
-        with cgutils.for_range(builder, blocks) as block:
-            for total in (each for of_row in self._totals for each in of_row):
-                builder.store(ir.Constant(_FLOATS, None), total)
-            first = builder.mul(block.index, words)
-            with cgutils.for_range(builder, words) as word:
-                self._add_products(builder.add(first, word.index))
-            x_place = builder.mul(block.index, _SIZE(4))
-            self._scale(
-                self._at(of_scales, builder.mul(block.index, scale_bytes)),
-                builder.icmp_unsigned(">", scale_bytes, _SIZE(4 * PANEL_FEATURES)),
-                [
-                    self._repeated(builder.load(self._at(each, x_place, _FLOAT)))
-                    for each in x_sum_rows
-                ],
-                sum_rows,
-            )
+        for total in (each for of_row in self._totals for each in of_row):
+            builder.store(ir.Constant(_FLOATS, None), total)
+        with cgutils.for_range(builder, words) as word:
+            self._add_products(word.index)
+        for i, of_row in enumerate(self._totals):
+            to = address(kinds[7], sums, _SIZE(0), i, _SIZE(0))
+            for j, total in enumerate(of_row):
+                builder.store(
+                    builder.load(total), self._at(to, _SIZE(4 * LANES * j), _FLOATS), align=4
+                )
 
     def _add_products(self, word: Any) -> None:
-        """Add the products of a word's inputs to the totals of their block."""
+        """Add the products of a word's inputs."""
         builder, word_bytes = self._builder, 4 * PANEL_FEATURES
         words = self._at(self._words, builder.mul(word, _SIZE(word_bytes)))
         x_place = builder.mul(word, _SIZE(CODES * self._width))
         codes = []
         for place in range(0, word_bytes, 4 * LANES):
             self._fetch(self._at(words, _SIZE(place + _FETCHED_AHEAD)))
-            codes.append(self._load(words, place, _INTS))
+            codes.append(builder.load(self._at(words, _SIZE(place), _INTS), align=4))
         for column in range(0, CODES, self._depth):
             factors = [self._factors(each, column) for each in codes]
             place = builder.add(x_place, _SIZE(column * self._width))
             for row, of_row in zip(self._rows, self._totals, strict=True):
-                number = builder.load(
-                    self._at(row, place, _FLOAT if self._depth == 1 else _INT), align=self._width
-                )
+                number = self._repeated(self._number(row, place))
                 for factor, total in zip(factors, of_row, strict=True):
-                    added = self._added(builder.load(total), self._repeated(number), factor)
-                    builder.store(added, total)
+                    builder.store(self._added(builder.load(total), number, factor), total)
+
+    def _number(self, row: Any, place: Any) -> Any:
+        """Return a number of a row in fp32, or a pair of bf16 as bits."""
+        kind = _HALF if self._width == 2 and self._depth == 1 else _INT
+        number = self._builder.load(self._at(row, place, kind), align=self._width)
+        if kind is _HALF:
+            number = self._builder.shl(self._builder.zext(number, _INT), _INT(16))
+        return number if self._depth == 2 else self._builder.bitcast(number, _FLOAT)
 
     def _factors(self, codes: Any, column: int) -> Any:
         """Return the codes of an input as numbers, or of two as pairs of bf16."""
@@ -141,34 +136,8 @@ class _Tile:
         # LLVM reads the vectors of 32 bits, which old versions have, as pairs of bf16
         return self._call(_ADD_PAIRS, total, numbers, factors)
 
-    def _scale(
-        self, scales: Any, has_offsets: Any, x_sums: Sequence[Any], sum_rows: Sequence[Any]
-    ) -> None:
-        """Add the values of a block's totals to the sums.
-
-        Args:
-            scales: address of the block's scales, which its offsets follow, if it has any.
-            x_sums: sum of its inputs, by row.
-        """
-        builder = self._builder
-        offset = cgutils.alloca_once(builder, _FLOATS)
-        for i in range(PANEL_VECTORS):
-            place = 4 * LANES * i
-            scale = self._load(scales, place, _FLOATS)
-            builder.store(builder.fmul(scale, _MIDDLE), offset)
-            with builder.if_then(has_offsets):
-                builder.store(self._load(scales, place + 4 * PANEL_FEATURES, _FLOATS), offset)
-            offsets = builder.load(offset)
-            for row, x_sum, of_row in zip(sum_rows, x_sums, self._totals, strict=True):
-                value = self._call(_ADD_PRODUCTS, x_sum, offsets, self._load(row, place, _FLOATS))
-                value = self._call(_ADD_PRODUCTS, builder.load(of_row[i]), scale, value)
-                builder.store(value, self._at(row, _SIZE(place), _FLOATS), align=4)
-
     def _at(self, address: Any, offset: Any, kind: Any = _BYTE) -> Any:
         return moved(self._builder, address, offset, kind)
-
-    def _load(self, address: Any, offset: int, kind: Any) -> Any:
-        return self._builder.load(self._at(address, _SIZE(offset), kind), align=4)
 
     def _repeated(self, number: Any) -> Any:
         """Return a vector of one number."""
@@ -189,62 +158,51 @@ class _Tile:
         self._builder.call(fetch, (address, *map(_INT, (0, 3, 1))))
 
 
-def _product_of(rows: int) -> Any:
-    """Return a function that adds the products of some rows to sums; see `_multiply_rows`."""
-
-    @numba.extending.intrinsic
-    def multiply(_context, x, _row, panels, _panel, scales, _size, x_sums, _x_row, sums):
-        def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-            _Tile(context, builder, declared, values, rows)
-            return context.get_dummy_value()
-
-        whole = types.int64
-        arguments = (x, whole, panels, whole, scales, whole, x_sums, whole, sums)
-        return types.none(*arguments), generate
-
-    return multiply
-
-
-_one, _two, _three, _four, _five, _six = map(_product_of, range(1, TILE_ROWS + 1))
-
-
-@inlined
-def _multiply_rows(rows, x, row, panels, panel, scales, size, x_sums, x_row, sums):
-    """Add the products of some rows with a panel to sums.
+@numba.extending.intrinsic
+def _multiply_block(_context, _rows, x, _row, _column, panels, _panel, _place, _words, sums):
+    """Write the products of some rows with a block of a panel.
 
     Args:
-        rows: number of rows, 1 to TILE_ROWS, from `row` on.
-        x: `[tokens, hidden]` fp32, or bf16 as uint16 if the CPU multiplies pairs.
-        panels, scales, size: see `panel_layout.BlockWeight`.
-        x_sums: `[tokens, blocks]` fp32, sums of inputs; the rows have theirs from `x_row` on.
+        _rows: number of rows, 1 to TILE_ROWS, from `_row` on; their inputs are from `_column` on.
+        x: `[tokens, hidden]` fp32, or bf16 as uint16.
+        panels: see `panel_layout.BlockWeight`; the block has `_words` words of each feature from `_place` on.
         sums: `[TILE_ROWS, PANEL_FEATURES]` fp32.
     """
-    if rows == 6:
-        _six(x, row, panels, panel, scales, size, x_sums, x_row, sums)
-    elif rows == 5:
-        _five(x, row, panels, panel, scales, size, x_sums, x_row, sums)
-    elif rows == 4:
-        _four(x, row, panels, panel, scales, size, x_sums, x_row, sums)
-    elif rows == 3:
-        _three(x, row, panels, panel, scales, size, x_sums, x_row, sums)
-    elif rows == 2:
-        _two(x, row, panels, panel, scales, size, x_sums, x_row, sums)
-    else:
-        _one(x, row, panels, panel, scales, size, x_sums, x_row, sums)
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        for rows in range(1, TILE_ROWS + 1):
+            with builder.if_then(builder.icmp_unsigned("==", values[0], _SIZE(rows))):
+                _Tile(context, builder, declared.args[1:], values[1:], rows)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    arguments = (whole, x, whole, whole, panels, whole, whole, whole, sums)
+    return types.none(*arguments), generate
 
 
 @inlined
-def _read_rows(x, first, count, size, x_sums, wide):
-    """Write the sums of blocks of rows; the rows in fp32 if `wide` has columns."""
+def _sum_blocks(x, first, count, size, x_sums):
+    """Write the sum of the inputs of each block, `[count, blocks]`."""
     for i in range(count):
         for block in range(x_sums.shape[1]):
             total = splat(_ZERO)
             for column in range(block * size, (block + 1) * size, LANES):
-                value = load(x, first + i, column)
-                total = total + value
-                if wide.shape[1]:
-                    store(wide, i, column, value)
+                total = total + load(x, first + i, column)
             x_sums[i, block] = sum_of(total)
+
+
+@inlined
+def _add_block(products, rows, scales, panel, x_sums, x_row, block, sums):
+    """Add the values of a block's products to the sums of some rows."""
+    width = scales.shape[1] // x_sums.shape[1]
+    for lane in range(0, PANEL_FEATURES, LANES):
+        scale = load(scales, panel, block * width + lane)
+        offset = scale * splat(_MIDDLE)
+        if width > PANEL_FEATURES:
+            offset = load(scales, panel, block * width + PANEL_FEATURES + lane)
+        for i in range(rows):
+            value = multiply_add(splat(x_sums[x_row + i, block]), offset, load(sums, i, lane))
+            store(sums, i, lane, multiply_add(load(products, i, lane), scale, value))
 
 
 @inlined_body
@@ -262,22 +220,21 @@ def multiply_blocks(
 
     A unit is a panel of a block of tokens.
     """
-    wide_features = 0 if x.itemsize == 4 or HAS_PAIRS else x.shape[1]
-    blocks = x.shape[1] // size
-    sum_bytes, x_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES), aligned(4 * BLOCK * blocks)
-    memory = new_memory(sum_bytes + x_bytes + 4 * BLOCK * wide_features)
+    blocks, words = x.shape[1] // size, size // CODES
+    sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
+    memory = new_memory(2 * sum_bytes + 4 * BLOCK * blocks)
     if memory == 0:
         return 1
     sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
-    x_sums = fp32_matrix(memory + sum_bytes, BLOCK, blocks)
-    wide = fp32_matrix(memory + sum_bytes + x_bytes, BLOCK, wide_features)
+    products = fp32_matrix(memory + sum_bytes, TILE_ROWS, PANEL_FEATURES)
+    x_sums = fp32_matrix(memory + 2 * sum_bytes, BLOCK, blocks)
     unit = first_unit
     while unit < last_unit:
         first, panel = unit // len(panels) * BLOCK, unit % len(panels)
         panel_end = min(len(panels), panel + last_unit - unit)
         unit += panel_end - panel
         count = min(BLOCK, len(x) - first)
-        _read_rows(x, first, count, size, x_sums, wide)
+        _sum_blocks(x, first, count, size, x_sums)
         tiles = (count + TILE_ROWS - 1) // TILE_ROWS
         while panel < panel_end:
             column = panel * PANEL_FEATURES
@@ -291,12 +248,12 @@ def multiply_blocks(
                         value = load_within(bias, 0, column + lane)
                     for i in range(rows):
                         store(sums, i, lane, value)
-                if wide_features:
-                    _multiply_rows(
-                        rows, wide, begin, panels, panel, scales, size, x_sums, begin, sums
+                for block in range(blocks):
+                    place = block * words * PANEL_FEATURES
+                    _multiply_block(
+                        rows, x, row, block * size, panels, panel, place, words, products
                     )
-                else:
-                    _multiply_rows(rows, x, row, panels, panel, scales, size, x_sums, begin, sums)
+                    _add_block(products, rows, scales, panel, x_sums, begin, block, sums)
                 for lane in range(0, min(PANEL_FEATURES, out.shape[1] - column), LANES):
                     for i in range(rows):
                         store_within(out, row + i, column + lane, load(sums, i, lane))
