@@ -374,7 +374,6 @@ def set_up() -> bool:
 
 
 def _check_here() -> None:
-    """Raise SetupError if the machine or the environment does not fit."""
     check_machine(
         system=platform.system(),
         machine=platform.machine(),

@@ -262,7 +262,6 @@ class TritonPythonModel:
 def _load_service(
     kind: type[ServedKind], folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service[Any]:
-    """Return the running model of a kind."""
     for name, value in kind.environment.items():
         os.environ.setdefault(name, value)
     from varlen.execution.workers.process import excludes_gpu, started_early

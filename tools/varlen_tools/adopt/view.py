@@ -83,7 +83,6 @@ def is_onnx_model(model: Path) -> bool:
 
 
 def _config(model: Path) -> model_config_pb2.ModelConfig:
-    """Return the config.pbtxt of a model, which it may do without."""
     has_config = (model / "config.pbtxt").is_file()
     return read_model_config(model) if has_config else model_config_pb2.ModelConfig()
 
@@ -191,7 +190,6 @@ def our_dtype(config: EngineConfig) -> DType:
 
 
 def _onnx_dtype(model: Path) -> DType | None:
-    """Return the dtype of most weights of an ONNX model, if it has weights."""
     files = sorted(model.glob("[0-9]*/*.onnx"))
     return weights_dtype(files[-1].read_bytes()) if files else None
 
