@@ -158,7 +158,9 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
                 work.runner.share_cores(CoreShare(share))
                 answer_orders(Connection(connection), work)
             else:
-                send_control(control, {"pid": os.getpid(), "code": code}, work.share())
+                send_control(
+                    control, {"pid": os.getpid(), "code": code}, work.share(CoreShare(share).byte)
+                )
                 answer_orders(Connection(connection), work, leader)
             os.close(connection)
             os.close(share)
