@@ -2,14 +2,14 @@
 
 They are the products of a decode step with its norms, positions, append, activations, sums and choice. A step reads
 each weight once, so a kernel takes as long as its weights. One program owns some features of all rows and reads their
-weights, `[features, hidden]` in memory, as one stream. Up to 4 rows run on CUDA cores, more on tensor cores.
+weights, `[features, hidden]` in memory, as one stream. One row runs on CUDA cores, more on tensor cores.
 
 A norm is applied behind the product, which needs the weighted inputs only: the sums of a row and of its squares come
 from the same pass. What an epilogue combines, such as the halves that a rotation turns or a gate and its factor, are
 features of one program, side by side.
 
 Weights may be codes of 8 bits with a scale for each feature. They become numbers in registers, and the scale is applied
-behind the product. Such layers have no other kernel: with more rows, programs own parts of them too.
+behind the product, on tensor cores for one row too. They have no other kernel: of more rows, programs own parts.
 
 Weights depend on no kernel before. So they are requested before the wait of a dependent launch, into registers or the
 L2 cache, and everything else after it: they arrive while the kernel before ends.

@@ -211,11 +211,11 @@ COMPILED = [
     _few("linear_residual", "2048", 16, hidden=2048, features=8192),
     _few("linear_residual", "768", 64),
     _few("norm_linear", "2048", 1, hidden=2048, features=16_384),
-    _few("norm_linear", "2048", 4, hidden=2048, features=16_384),
+    _few("norm_linear", "2048", 4, hidden=2048, features=16_384, tensor_cores=True),
     _few("norm_linear", "768", 16, **_GPT2, kind="gelu_tanh", is_gated=False),
     _few("norm_linear", "2048", 64, hidden=2048, features=16_384, tensor_cores=True),
     _few("norm_next_tokens", "768", 1, **_GPT2, vocabulary=50_257),
-    _few("norm_next_tokens", "2048", 4, hidden=2048, vocabulary=128_256),
+    _few("norm_next_tokens", "2048", 4, hidden=2048, vocabulary=128_256, tensor_cores=True),
     _few("norm_next_tokens", "768", 16, **_GPT2, vocabulary=50_257, tensor_cores=True),
     _few("norm_next_tokens", "2048", 64, hidden=2048, vocabulary=128_256, tensor_cores=True),
     # codes of 8 bits; narrow loads are of their scales, and of what stays in registers
