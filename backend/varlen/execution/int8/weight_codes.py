@@ -47,24 +47,26 @@ def to_codes(
     Args:
         programs: programs with weights in memory of the host.
     """
+    # shared weights stay shared
+    moved: dict[int, Any] = {}
 
     def move(operand: Any) -> Any:
         if isinstance(operand, tuple):
             return type(operand)(*map(move, operand))
-        return operand.to(device) if isinstance(operand, Tensor) else operand
+        if not isinstance(operand, Tensor):
+            return operand
+        if id(operand) not in moved:
+            moved[id(operand)] = operand.to(device)
+        return moved[id(operand)]
 
     weights = {id(weight): weight for weight, _ in linear_weights(programs).values()}
     coded = {
-        key: coded_weight(move(weight), codes)
+        key: coded_weight(weight.to(device), codes)
         for key, weight in weights.items()
         if weight.itemsize == 2  # bytes
     }
     _log.info("%s: codes for the weights of %d linear layers", codes, len(coded))
-    # shared weights stay shared
-    kept: dict[int, Any] = {}
-    return tuple(
-        use_codes(each, coded, lambda x: kept.setdefault(id(x), move(x))) for each in programs
-    )
+    return tuple(use_codes(each, coded, move) for each in programs)
 
 
 def use_codes(
