@@ -202,18 +202,32 @@ _ATTEND_TOKENS, _ATTEND_CHUNKS = (
     )
     for name in ("attend_tokens", "attend_chunks")
 )
-_ATTEND = Function(
-    "attend",
-    "qkv:matrix cu_seqlens:ids bias:bias key_lengths:ids out=matrix num_heads:whole"
-    " num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
-    _heads_of_sequences(1),
+_ATTEND, _ATTEND_ROUNDED = (
+    Function(
+        name,
+        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias key_lengths:ids out={kind}"
+        " num_heads:whole num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
+        _heads_of_sequences(1),
+        "attend",
+    )
+    for name, kind, factors in (
+        ("attend", "matrix", "like_qkv"),
+        ("attend_rounded", "fp32", "halves"),
+    )
 )
-_ATTEND_DISTANCES = Function(
-    "attend_distances",
-    "qkv:matrix cu_seqlens:ids bias:bias distance_rows:ids distance_keys:matrix"
-    " distance_queries:matrix key_lengths:ids out=matrix num_heads:whole scale:real is_causal:flag"
-    " window:whole",
-    _heads_of_sequences(0),
+_ATTEND_DISTANCES, _ATTEND_DISTANCES_ROUNDED = (
+    Function(
+        name,
+        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias distance_rows:ids"
+        f" distance_keys:{kind} distance_queries:{kind} key_lengths:ids out={kind} num_heads:whole"
+        " scale:real is_causal:flag window:whole",
+        _heads_of_sequences(0),
+        "attend_distances",
+    )
+    for name, kind, factors in (
+        ("attend_distances", "matrix", "like_qkv"),
+        ("attend_distances_rounded", "fp32", "halves"),
+    )
 )
 _COPY_BLOCKS = Function(
     "copy_blocks",
@@ -545,20 +559,28 @@ _ROWS = (
         runs=_are_whole(2),
     ),
     Op(reference.attention_tiles, _tiles, "fused"),
-    Op(
-        reference.attention_varlen,
-        _context,
-        _BOTH,
-        _ATTEND.of(
-            where=lambda a: a["distances"] is None,
-            num_kv_heads=lambda a: a["num_kv_heads"] or a["num_heads"],
-            is_causal="causal",
-        ),
-        _ATTEND_DISTANCES.of(
-            where=lambda a: a["distances"] is not None,
-            is_causal="causal",
-            **_fields("distances", "rows keys queries", "distance_"),
-        ),
+    *(
+        Op(
+            reference.attention_varlen,
+            _context,
+            forms,
+            plain.of(
+                where=lambda a: a["distances"] is None,
+                num_kv_heads=lambda a: a["num_kv_heads"] or a["num_heads"],
+                is_causal="causal",
+            ),
+            with_distances.of(
+                where=lambda a: a["distances"] is not None,
+                is_causal="causal",
+                **_fields("distances", "rows keys queries", "distance_"),
+            ),
+            name=name,
+        )
+        for name, forms, plain, with_distances in (
+            ("attention_varlen", _BOTH, _ATTEND, _ATTEND_DISTANCES),
+            # of programs in int8: factors are bf16 where the CPU multiplies it
+            ("attention_rounded", "cpu", _ATTEND_ROUNDED, _ATTEND_DISTANCES_ROUNDED),
+        )
     ),
     Op(reference.paged_tiles, _paged_tiles, "fused"),
     Op(

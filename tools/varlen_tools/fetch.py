@@ -215,7 +215,6 @@ def _check_backbone(backbone: str | None) -> None:
 
 
 def _named_adapters(sources: Sequence[str]) -> dict[str, str]:
-    """Return the source of each adapter by its name."""
     named: dict[str, str] = {}
     for each in sources:
         name, has_name, source = each.partition("=")
@@ -513,7 +512,6 @@ def _download_folder(identity: str, scratch: Path) -> Iterator[Path]:
 
 @contextmanager
 def _asking_hub(model: str) -> Iterator[None]:
-    """Raise FetchError for what goes wrong between here and the hub."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     # bases of its errors are the errors of the HTTP library, which differs by version
@@ -583,7 +581,6 @@ def copy_checkpoint(source: Path, into: Path, *, convert_pickles: bool = False) 
 
 
 def _convert_pickles(folder: Path, into: Path) -> None:
-    """Write the pickled weights of a folder without safetensors into a copy."""
     from varlen_tools.convert_pickle import PickleError, convert  # imports torch
 
     has_heads = any(has_file(folder, name) for name in _PICKLED_HEADS)

@@ -184,7 +184,6 @@ def _fields(model: FetchedModel) -> dict[str, object]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines whose cells are aligned; the last column is as wide as it is."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

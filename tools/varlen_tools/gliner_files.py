@@ -139,7 +139,6 @@ def _tokenizer_file(field: str) -> str:
 
 
 def _copy_settings(backbone: Path, folder: Path) -> None:
-    """Copy the settings of a tokenizer, if there are any."""
     if has_file(backbone, _TOKENIZER_CONFIG):
         shutil.copyfile(locate(backbone, _TOKENIZER_CONFIG), folder / _TOKENIZER_CONFIG)
 

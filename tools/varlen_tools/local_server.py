@@ -68,7 +68,6 @@ def load_failures(log: str) -> list[str]:
 
 
 def _message(line: str) -> str | None:
-    """Return the server's message in a line; None if there is none."""
     found = _MESSAGE.match(line)
     return found[1] if found else None
 
@@ -224,7 +223,6 @@ class LocalServer:
         self._opened.close()
 
     def _link_models(self) -> None:
-        """Make a repository of single models."""
         if isinstance(self._models, str | Path):
             return
         self.model_repository.mkdir()
@@ -351,7 +349,6 @@ class LocalServer:
         return "\n".join(messages[-25:])
 
     def _serves_metrics(self) -> bool:
-        """Return whether the port of the metrics is open, or they are switched off."""
         if "--allow-metrics=false" in self._arguments:
             return True
         try:

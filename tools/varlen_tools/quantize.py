@@ -89,7 +89,6 @@ def read_texts(path: Path) -> list[str]:
 
 
 def _load(checkpoint: Checkpoint, task: Task) -> CalibratedModel[Any]:
-    """Return the model of a checkpoint for a task that generates, or for the others."""
     parts = checkpoint, torch.float32, torch.device("cpu")
     if not TASKS[task].is_iterative:
         checkpoint.check_task("embed")

@@ -145,7 +145,6 @@ def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, s
 
 
 def _remove_shared_memory() -> None:
-    """Remove the shared memory that earlier servers left and no process uses."""
     if removed := remove_unused():
         print(
             f"tritonserver: removed shared memory of ended servers: {described(removed)}",

@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from varlen.scheduling.device_plan import (
     Draws,
     EditLimits,
     SampledToken,
+    SearchRules,
 )
 from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.reference.beam_search import NOT_GIVEN
@@ -87,7 +89,8 @@ class TokenChooser:
         if len(searching) < len(rows):
             draws = self._draws(rows)
             is_whole = is_whole and draws is not None
-        return DevicePlan(draws, rules, is_whole, self._renormalizes)
+        later = _later(searching, rules, step.steps - 1) if is_whole and step.steps > 1 else None
+        return DevicePlan(draws, rules, is_whole, self._renormalizes, later)
 
     def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
         """Return draws of all rows of logits; nothing uses the draws of searches."""
@@ -177,6 +180,22 @@ class TokenChooser:
         return self._sampler.sample(logits, sequences, [each.length for each in chosen])
 
 
+def _later(
+    chunks: Sequence[Chunk], rules: Sequence[SearchRules | None], count: int
+) -> npt.NDArray[np.float64] | None:
+    """Return `DevicePlan.later` of this number of steps; None if their rules differ in more."""
+    found = []
+    for chunk, of_first in zip(chunks, rules, strict=True):
+        search = chunk.sequence.sampler_state
+        assert isinstance(search, DeviceSearch)
+        assert of_first is not None
+        divisors = search.later(chunk.num_generated, of_first, count)
+        if divisors is None:
+            return None
+        found.append(divisors)
+    return np.array(found).transpose(1, 0, 2)
+
+
 _Result: TypeAlias = tuple[Int32Array, Int32Array, Float32Array]
 
 
@@ -190,7 +209,7 @@ def _results(plan: DevicePlan, chosen: Chosen) -> Iterator[_Result | None]:
         assert chosen.searches is not None
         ends, beams, scores = chosen.searches
         own = slice(beam, beam + rules.num_beams)
-        yield ends[index], beams[own], scores[own]
+        yield ends[:, index], beams[:, own], scores[:, own]
         index, beam = index + 1, own.stop
 
 

@@ -7,6 +7,7 @@ chosen tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,8 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters, is_of_adapters
 from varlen.execution.arenas import caches_of, new_caches
-from varlen.execution.cpu.runner import CpuRunner, CpuSteps
+from varlen.execution.cpu.runner import CpuRunner, CpuSteps, StepCores
+from varlen.execution.cpu.search_steps import SearchSteps
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.model_info import GraphUse
@@ -54,6 +56,7 @@ from varlen.models.checkpoint.vector_layers import M3Heads
 from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
+    Bytes,
     Float32Array,
     Int32Array,
     Prompt,
@@ -466,6 +469,7 @@ class Decoder:
         )
         self.edits = DeviceEdits(kernels, self._device, limits)
         self.steps: CpuSteps | CudaSteps
+        self._searching_steps: SearchSteps | None = None
         self.graph_use = GraphUse()
         if self._device.type == "cuda":
             self.steps = CudaSteps(
@@ -486,7 +490,25 @@ class Decoder:
                 program, kernels, arenas[0], self._states, handoffs=link.handoffs, of_steps=True
             )
             self.steps = CpuSteps(runner, link.stage)
+            if link is NO_OTHERS and self.adapters is None:
+                self._searching_steps = SearchSteps(
+                    runner,
+                    self.searches.state,
+                    self._kv_memory,
+                    StepCores(time.perf_counter),
+                    block_size=self.kv.block_size,
+                )
         self._bind_others(loaded.programs[1:], arenas[1:])
+
+    @property
+    def arrived(self) -> Bytes | None:
+        """`[1]`, not 0 when a launch should end; None if each step is one."""
+        return None if self._searching_steps is None else self._searching_steps.arrived
+
+    def hear(self, arrived: Bytes) -> None:
+        """Let another process say when a launch should end."""
+        if self._searching_steps is not None:
+            self._searching_steps.arrived = arrived
 
     def launch_batch(self, batch: Batch) -> Callable[[], Sequence[SampledToken | BeamStep]]:
         return partial(self._run_batch, batch)
@@ -527,7 +549,7 @@ class Decoder:
             return self._run(step, part)
 
     def _part_of(self, step: PackedStep) -> PackedStep:
-        if not step.beams:
+        if not step.beams or self._runs_searches(step):
             return step
         with self._searching:
             inputs = tensors_of(step.inputs)
@@ -554,6 +576,9 @@ class Decoder:
     def _run(self, step: PackedStep, part: PackedStep) -> Chosen:
         if isinstance(self.steps, CudaSteps):
             return self._run_on_gpu(self.steps, part)
+        if self._searching_steps is not None and self._runs_searches(step):
+            logits = self.steps.last_logits(len(step.searches["rows"]), step.slot)
+            return Chosen((), self._searching_steps.run(step, logits))
         logits = self.run_part(part)
         token_ids: Sequence[int] = ()
         if step.edits:
@@ -570,6 +595,9 @@ class Decoder:
                 numbers = self.searches.advance(logits, step.searches, on_device)
             searches = choices_of(numbers, step.searches)
         return Chosen(token_ids, searches)
+
+    def _runs_searches(self, step: PackedStep) -> bool:
+        return self._searching_steps is not None and self._searching_steps.runs(step)
 
     @torch.inference_mode()
     def run_part(self, step: PackedStep) -> Tensor:

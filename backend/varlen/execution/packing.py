@@ -7,7 +7,7 @@ a GPU they lie in one buffer, which one copy moves. The program declares which i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 from math import prod
 from operator import attrgetter
@@ -66,6 +66,13 @@ _NO_PAYLOADS: Dims = dict.fromkeys(
     "masks words labels instances pairs pooled_tokens scores".split(), 0
 )
 _payload_of = attrgetter("payload")
+# Inputs of a step that are bounds of rows, and the blocks that lie between them, if these are.
+_BOUNDS = {
+    "cu_seqlens": "",
+    "cu_blocks": "block_ids",
+    "source_rows": "",
+    "cu_source_blocks": "source_block_ids",
+}
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
@@ -405,7 +412,8 @@ class PackedStep:
         beams: arguments of `follow_beams`; empty without beams.
         searches: arguments of `advance_searches`, with `rows` of the logits, `banned_rows` of these and
             `banned_tokens`, and `sizes`: candidates of a beam, all beams, and whether log probabilities are normalized
-            again without banned tokens. Empty if no search takes its step here.
+            again without banned tokens. With `later`, `[later steps, searches, 2]`, as many more steps may run, which
+            have these divisors. Empty if no search takes its step here.
     """
 
     copies: Int32Array
@@ -508,6 +516,55 @@ def part_of_step(
         order: see `PackedStep`.
     """
     return PackedStep(copies, sources, inputs, order, np.empty((2, 0), np.int32), {}, {}, {}, {})
+
+
+def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
+    """Return the part of some searches of a step that only searches take.
+
+    Args:
+        first, last: number of the first of these searches, and the one after the last.
+    """
+    follows, rules = step.beams["searches"], step.searches
+    if last - first == len(follows):
+        return step
+    begin = int(follows[first, 0])
+    end = int(follows[last - 1, :2].sum())
+    own = slice(begin, end)
+    inputs = {name: array[own] for name, array in step.inputs.items()}
+    for name, of_blocks in _BOUNDS.items():
+        if name in step.inputs:
+            bounds = step.inputs[name][begin : end + 1]
+            inputs[name] = bounds - bounds[0]
+            if of_blocks:
+                inputs[of_blocks] = step.inputs[of_blocks][bounds[0] : bounds[-1]]
+    inputs["logit_rows"] = inputs["logit_rows"] - begin
+    searches = rules["searches"][first:last].copy()
+    ends = slice(searches[0, 6], searches[-1, 7])
+    searches[:, 0] -= begin
+    searches[:, 6:8] -= ends.start
+    searches[:, 8] -= begin
+    of_beams = follows[first:last].copy()
+    of_beams[:, [0, 3]] -= begin
+    bans = slice(*np.searchsorted(rules["banned_rows"], (begin, end)))
+    return replace(
+        step,
+        inputs=inputs,
+        beams={
+            "searches": of_beams,
+            "beam_slots": step.beams["beam_slots"][own],
+            "given": step.beams["given"][own],
+        },
+        searches={
+            **rules,
+            "searches": searches,
+            "beam_slots": rules["beam_slots"][own],
+            "divisors": rules["divisors"][first:last],
+            "ends": rules["ends"][ends],
+            "rows": rules["rows"][own] - begin,
+            "banned_rows": rules["banned_rows"][bans] - begin,
+            "banned_tokens": rules["banned_tokens"][bans],
+        },
+    )
 
 
 def in_order(copies: Int32Array) -> list[Int32Array]:
@@ -750,18 +807,24 @@ def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
             width = max(width, own.num_beams + len(own.end_ids))
         logit_row += count
     sizes = [len(each) for each in banned]
+    later = {} if plan.later is None else {"later": _divisors(plan.later)}
     width = min(-(-width // _WIDTHS) * _WIDTHS, MAX_WIDTH)
     return {
         "searches": np.array(rows, np.int32),
         "beam_slots": np.array(beam_slots, np.int32),
-        # fp32 holds no larger ones, and none may be 0
-        "divisors": np.clip(np.array(divisors), _LEAST_DIVISOR, _LARGEST).astype(np.float32),
+        "divisors": _divisors(np.array(divisors)),
         "ends": np.array(ends, np.int32),
         "rows": np.array(logit_rows, np.int32),
         "banned_rows": np.repeat(np.arange(row, dtype=np.int32), sizes),
         "banned_tokens": np.concatenate(banned),
         "sizes": np.array([width, len(beam_slots), plan.renormalizes], np.int32),
+        **later,
     }
+
+
+def _divisors(numbers: npt.NDArray[np.float64]) -> Float32Array:
+    # fp32 holds no larger ones, and none may be 0
+    return np.clip(numbers, _LEAST_DIVISOR, _LARGEST).astype(np.float32)
 
 
 def begun_arrays(edits: Edits | None) -> Mapping[str, npt.NDArray[np.int32 | np.float32]]:

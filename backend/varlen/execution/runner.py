@@ -56,6 +56,7 @@ from varlen.program.program import Program
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
+    Bytes,
     Float32Array,
     Prompt,
     RequestOptions,
@@ -88,6 +89,8 @@ class Runner:
     launch_batch: Callable[[Batch], Callable[[], Outputs]]
     # nothing is known of a batch before its outputs are asked for
     wait = None
+    # set when a launch should end with the step that runs; None if each step is a launch
+    arrived: Bytes | None = None
     # only adapters of other processes are counted
     adapter_uses: Sequence[AdapterUse] = ()
 
@@ -200,7 +203,7 @@ class Runner:
             limits=edit_limits(checkpoint, config),
             link=self.link,
         )
-        self.launch_batch = self.state.launch_batch
+        self.launch_batch, self.arrived = self.state.launch_batch, self.state.arrived
         if isinstance(self.state.steps, CudaSteps):
             self.graph_use = self.state.graph_use
             if self.link is NO_OTHERS:

@@ -76,7 +76,11 @@ class NoChooser:
 
 
 class DeviceSearches:
-    """The searches of one model."""
+    """The searches of one model.
+
+    Attributes:
+        state: memory of their beams from step to step.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class DeviceSearches:
         """
         self._kernels = kernels
         self._block_size = block_size
-        self._state = SearchState.new(rows, blocks, device)
+        self.state = SearchState.new(rows, blocks, device)
         # scores of beams before the step, which `advance_searches` adds
         self._zeros = torch.zeros(rows, 1, device=device)
 
@@ -107,7 +111,7 @@ class DeviceSearches:
         """
         copies = torch.empty_like(beams["given"])
         self._kernels.follow_beams(
-            self._state,
+            self.state,
             beams["searches"],
             beams["beam_slots"],
             beams["given"],
@@ -150,7 +154,7 @@ class DeviceSearches:
             on_device["beam_slots"],
             on_device["divisors"],
             on_device["ends"],
-            self._state,
+            self.state,
             SearchResults.views(numbers, num_searches),
         )
         return numbers
@@ -164,7 +168,7 @@ def choices_of(numbers: Tensor, arrays: Arrays) -> ChosenBeams:
         arrays: `PackedStep.searches`.
     """
     results = SearchResults.views(numbers, len(arrays["searches"]))
-    return ChosenBeams(*(each.numpy() for each in results))
+    return ChosenBeams(*(each.numpy()[None] for each in results))
 
 
 class DeviceEdits:

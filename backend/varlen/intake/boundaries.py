@@ -126,7 +126,6 @@ def _state(part: Any) -> Part:
 
 
 def _parts(part: Part) -> list[Part]:
-    """Return the parts of a sequence, or the part itself."""
     if not part:
         return []
     if part["type"] != "Sequence":
@@ -146,7 +145,6 @@ def _is_safe_normalizer(part: Part) -> bool:
 
 
 def _changes_beginning(part: Part) -> bool:
-    """Return whether a normalizer treats the beginning of a text in another way."""
     return part["type"] == "Prepend" or bool(part["type"] == "Strip" and part["strip_left"])
 
 

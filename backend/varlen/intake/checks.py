@@ -270,7 +270,6 @@ class Intake:
         max_tokens: int | None = None,
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
-        """Return the prompts of checked texts."""
         role = role or self.roles.default
         special_tokens = special_tokens and not role.is_looked_up
         if role.prompt:
@@ -374,7 +373,6 @@ class Intake:
         return Prompt(self._target_ids, payload=Source(tokens.token_ids))
 
     def _masks(self, row: int, ids: Int32Array) -> Masks:
-        """Return the masks of a row, or raise RequestError."""
         assert self._mask_token is not None
         places = np.flatnonzero(ids == self._mask_token)
         if not 1 <= len(places) <= MAX_MASKS:

@@ -194,7 +194,6 @@ class TextRoles:
         return role
 
     def _first(self, names: Sequence[str]) -> TextRole | None:
-        """Return the role of the first of these names that exists, None without one."""
         roles = {_words(name): role for name, role in self.named.items()}
         return next((roles[name] for name in names if name in roles), None)
 
@@ -321,7 +320,6 @@ def _expansion(
 
 
 def _skipped_tokens(late: LateInteraction, tokenizer: Tokenizer) -> Int32Array | None:
-    """Return the ids of the words that have no vector, if there are any."""
     found = [tokenizer.find_token([word]) for word in late.skipped_words]
     ids = [token for token in found if token is not None]
     return np.array(ids, np.int32) if ids else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -20,6 +21,7 @@ from varlen.memory.usage import Buffer, Dims, Shape, conflicts, live_sizes, shap
 
 # Memory that no batch of a window needed is released. In batches; docs/decisions/0011-arena.md compares sizes.
 _WINDOW = 64
+_PAGE = 4096
 # Alignment of offsets in bytes: a cache line; on a GPU, the alignment of its allocator.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
 # Largest number of cached plans; the least recently used are dropped. A plan is a tuple of about ten numbers.
@@ -246,13 +248,33 @@ class Arena:
         plan = self.layout.plan(dims)
         if plan.footprint > self.capacity:
             plan = self._largest_plan
-        reached = self._high_water.add(plan.footprint)
+        (region,) = self._reserve([plan])
+        return region
+
+    def allocate_several(self, parts: Sequence[Dims]) -> list[Region]:
+        """Return the regions of parts that run at the same time; none if too large."""
+        plans = [self.layout.plan(dims) for dims in parts]
+        return self._reserve(plans) if sum(map(_room, plans)) <= self.capacity else []
+
+    def _reserve(self, plans: Sequence[ShapePlan]) -> list[Region]:
+        """Return regions of these plans, one behind another."""
+        footprint = sum(map(_room, plans[:-1])) + plans[-1].footprint
+        reached = self._high_water.add(footprint)
         if reached is not None:
             self._chunk.release(reached)
-        if plan.footprint > self._chunk.reserved_bytes:
-            self._chunk.reserve(plan.footprint)
-        self._last = plan.footprint, plan.peak_live
-        return Region(self._chunk.memory[: plan.footprint], plan.offsets)
+        if footprint > self._chunk.reserved_bytes:
+            self._chunk.reserve(footprint)
+        self._last = footprint, sum(plan.peak_live for plan in plans)
+        begins = accumulate(map(_room, plans), initial=0)
+        return [
+            Region(self._chunk.memory[begin : begin + plan.footprint], plan.offsets)
+            for begin, plan in zip(begins, plans, strict=False)
+        ]
+
+
+def _room(plan: ShapePlan) -> int:
+    """Return the bytes up to the next region: cores write to no page together."""
+    return -(-plan.footprint // _PAGE) * _PAGE
 
 
 def _new_chunk(capacity: int, device: torch.device, *, grows: bool) -> Chunk:

@@ -33,21 +33,19 @@ def trim_heap() -> None:
         trim(0)
 
 
-def drop_file_pages() -> None:
-    """Unmap pages of files that were only read, such as code that only loads run.
+def drop_library_pages() -> None:
+    """Unmap pages of libraries that were only read, such as code that only loads run.
 
-    What runs later maps its pages again, from the system's cache. A page that this process has changed stays.
+    What runs later maps its pages again, from the system's cache. A page that this process has changed stays. No other
+    thread may load a library meanwhile: its data could lie where the system has shown code.
     """
     with suppress(OSError, AttributeError), Path("/proc/self/smaps").open() as lines:
         for line in lines:
             first, *rest = line.split()
             if "-" in first:
-                place, (permissions, _, _, file, *_) = first, rest
+                place, permissions, is_library = first, rest[0], ".so" in rest[-1]
             elif (
-                first == "Anonymous:"
-                and rest[0] == "0"
-                and file != "0"
-                and permissions[1:] in _READ
+                first == "Anonymous:" and rest[0] == "0" and is_library and permissions[1:] in _READ
             ):
                 begin, end = (int(each, 16) for each in place.split("-"))
                 pages = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)

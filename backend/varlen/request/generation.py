@@ -354,7 +354,6 @@ def _asks_for_search(values: Mapping[str, object]) -> bool:
 
 
 def _value(name: str, value: object) -> object:
-    """Return the value of an option, in the form that `GenerationOptions` checks."""
     if name == "stop" and isinstance(value, str):
         # one string needs no list
         return (value,)

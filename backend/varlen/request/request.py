@@ -13,6 +13,7 @@ from varlen.request.generation import GenerationOptions
 from varlen.tasks import Task
 from varlen.telemetry.tracing import RequestTrace
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 

@@ -391,7 +391,6 @@ def _field(at: str, value: object) -> Label:
 
 
 def _label(at: str, name: str, given: Mapping[str, Any], choices: tuple[str, ...] = ()) -> Label:
-    """Return a label with the settings of an object."""
     dtype = given.get("dtype") or "list"
     if dtype not in ("str", "list"):
         refuse(f"{at}.dtype", dtype, "str, list")

@@ -64,7 +64,6 @@ class TemplateServer:
     def _answer(
         self, template: Template, read: list[str], order: dict[str, Any]
     ) -> tuple[int, str]:
-        """Return the kind of answer to an order, and its text."""
         given, ignore = order.pop("variables"), order.pop("ignore_unread")
         unread = [name for name in given if name not in read]
         if unread and not ignore:
@@ -74,7 +73,6 @@ class TemplateServer:
         return self._render(template, {**order, **allowed})
 
     def _render(self, template: Template, variables: dict[str, object]) -> tuple[int, str]:
-        """Return the kind of answer, and its text."""
         parts: list[str] = []
         length = 0
         try:

@@ -84,6 +84,7 @@ class Batch:
         number: its number among all steps.
         after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
             run.
+        steps: most steps of its launch; more than one only of searches; their chunks are of the first step.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -94,6 +95,7 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
     number: int = 0
     after: int | None = None
+    steps: int = 1
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -150,6 +152,11 @@ class BatchResult:
     reason: str = ""
     adapter: str = ""
     cores: Cores = "one"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that ran in this launch."""
+        return max([each.count for each in self.outputs if isinstance(each, BeamStep)], default=1)
 
     def named(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Return the sequences whose adapter cannot be read."""

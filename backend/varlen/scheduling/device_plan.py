@@ -24,6 +24,10 @@ class EditLimits(NamedTuple):
     entries: int
 
 
+# Instead of whether a search has ended: the launch was over before.
+NOT_TAKEN = -1
+
+
 class Edits(NamedTuple):
     """Changes of logits before tokens are drawn, as `reference.edit_logits` takes them.
 
@@ -85,16 +89,22 @@ class DevicePlan(NamedTuple):
         searches: rules of each search of the step that chooses; None if the host takes its step.
         is_whole: whether the host chooses nothing.
         renormalizes: whether log probabilities are normalized again without banned tokens.
+        later: `[later steps, searches, 2]` fp64, the divisors of each search in the steps that may follow in the same
+            launch. All else is as in this step.
     """
 
     draws: Draws | None = None
     searches: Sequence[SearchRules | None] = ()
     is_whole: bool = False
     renormalizes: bool = False
+    later: npt.NDArray[np.float64] | None = None
 
 
 class ChosenBeams(NamedTuple):
-    """Results of searches on the device, see `reference.SearchResults`."""
+    """Results of searches on the device, see `reference.SearchResults`.
+
+    Each array has a row for each step of a launch. A step that a search did not take has `NOT_TAKEN` in `ends`.
+    """
 
     ends: Int32Array
     beams: Int32Array
@@ -148,14 +158,16 @@ class BeamStep:
     """Beams that one step of a search has chosen, or its answers.
 
     Attributes:
-        parents: parent index of each new beam; none once the search has ended.
+        parents: parent index of each new beam; none once the search has ended. Several steps follow one another.
         token_ids: token appended to each beam; none where the device has chosen them, which tells only answers.
         answers: set once the search has ended: the best first. There are fewer than the request asks for, perhaps none,
             only if its rules allow fewer.
         error: reason why the search cannot go on; ends the request.
+        count: number of its steps in one launch; 0 if it has to be launched again.
     """
 
     parents: tuple[int, ...]
     token_ids: tuple[int, ...]
     answers: tuple[BeamAnswer, ...] | None = None
     error: VarlenError | None = None
+    count: int = 1

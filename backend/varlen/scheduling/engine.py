@@ -31,7 +31,7 @@ from varlen.errors import (
     QueueFullError,
     RequestCancelled,
 )
-from varlen.request.request import Reply, Request
+from varlen.request.request import Bytes, Reply, Request
 from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceOutput, add_writers
 from varlen.scheduling.sequence import Forecast, NewWriter, RequestState, SequenceState
 from varlen.telemetry.metrics import CountedMetric, Stats
@@ -125,11 +125,15 @@ class Engine:
         new_writer: NewWriter | None = None,
         *,
         is_padded: bool = False,
+        arrived: Bytes | None = None,
     ) -> None:
         """Make an idle engine: `start` runs it in a thread, `step` by hand.
 
-        Batches are counted with their padding if they are padded.
+        Args:
+            is_padded: whether batches are counted with their padding.
+            arrived: `[1]`, 1 from the arrival of a request until it is handled; a launch of several steps ends by it.
         """
+        self._arrived = arrived
         self._is_padded = is_padded
         self._scheduler = scheduler
         self._executor = executor
@@ -238,6 +242,9 @@ class Engine:
                 self._handle(self._inbox.get(timeout=timeout))
 
     def _drain_inbox(self) -> None:
+        if self._arrived is not None:
+            # first: what arrives from now on sets it again
+            self._arrived[0] = 0
         with suppress(Empty):
             while True:
                 self._handle(self._inbox.get(block=False))
@@ -277,6 +284,8 @@ class Engine:
         with self._submitting:
             self._check_accepting()
             self._inbox.put(request)
+            if self._arrived is not None:
+                self._arrived[0] = 1
 
     def _check_accepting(self) -> None:
         if self._refusal is not None:
@@ -360,7 +369,8 @@ class Engine:
         shape = batch.shape
         if result.failure is None:
             padding = shape.padding if self._is_padded else 0
-            self._stats.count_batch(shape.sequences, shape.tokens, padding)
+            steps = result.steps if batch.steps > 1 else 1
+            self._stats.count_batch(shape.sequences, steps * shape.tokens, padding)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
         elif result.failure == "memory" and shape.sequences > 1:
             self._stats.count(CountedMetric.SPLIT_BATCHES)

@@ -26,7 +26,7 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import EngineConfig
 from varlen.errors import DrainingError, EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.intake.pool import PoolLimits, TokenizerPool
-from varlen.memory.heap import drop_file_pages, return_large_memory
+from varlen.memory.heap import drop_library_pages, return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects
 from varlen.request.draft import Draft
@@ -134,7 +134,7 @@ class TritonPythonModel:
                 end_process_soon()
             raise _load_error(error) from None
         freeze_objects()
-        drop_file_pages()
+        drop_library_pages()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Enqueue the requests, or answer at once with an error. Never raises."""
@@ -262,7 +262,6 @@ class TritonPythonModel:
 def _load_service(
     kind: type[ServedKind], folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service[Any]:
-    """Return the running model of a kind."""
     for name, value in kind.environment.items():
         os.environ.setdefault(name, value)
     from varlen.execution.workers.process import excludes_gpu, started_early

@@ -300,8 +300,6 @@ class ServerReply:
 
 @dataclass(slots=True)
 class _TokenTimes:
-    """When the first token of a row came, and how many came."""
-
     first: float
     tokens: int = 0
 

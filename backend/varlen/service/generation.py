@@ -45,6 +45,9 @@ from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
 _log = logging.getLogger(__name__)
 
+# Most steps of searches in one launch: more would save less than a fiftieth of a step of a tiny model.
+_LAUNCH_STEPS = 8
+
 
 def submit_with_grammar(
     request: Request,
@@ -166,7 +169,8 @@ class GeneratorParts:
             executor = with_timeout(OverlappingExecutor(runner), config.device_timeout_seconds)
         # steps in flight run one after another
         admission = Admission(config.max_queued_requests, queue_limit(config, longest))
-        scheduler = _new_scheduler(config, runner.info, admission)
+        launch_steps = 1 if runner.arrived is None else _LAUNCH_STEPS
+        scheduler = _new_scheduler(config, runner.info, admission, launch_steps)
         token_bytes = TokenBytes(tokenizer.huggingface)
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
@@ -178,7 +182,7 @@ class GeneratorParts:
                 token_bytes=token_bytes,
             )
 
-        engine = Engine(scheduler, executor, stats, new_writer=new_writer)
+        engine = Engine(scheduler, executor, stats, new_writer=new_writer, arrived=runner.arrived)
         queue = _new_compile_queue(config, admission, stats)
         model = cls(
             checkpoint,
@@ -337,7 +341,7 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 
 
 def _new_scheduler(
-    config: EngineConfig, info: ModelInfo, admission: Admission
+    config: EngineConfig, info: ModelInfo, admission: Admission, launch_steps: int
 ) -> IterationScheduler:
     drafts = config.num_speculative_tokens, config.prompt_lookup_min
     limits = StepLimits(
@@ -348,6 +352,7 @@ def _new_scheduler(
         short_slots=config.short_slots,
         short_tokens=SHORT_TOKENS,
         stages=config.pipeline_parallel,
+        launch_steps=launch_steps,
         speculation=None if config.speculation == "none" else Speculation(*drafts),
     )
     blocks = BlockPool(info.num_blocks, info.block_size, prefix_cache=config.prefix_cache)

@@ -282,7 +282,6 @@ class ArrayAnswer:
         return texts
 
     def _found_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
-        """Return the tensors of tasks whose outputs are what the model finds."""
         outputs, options = self.outputs, self.options
         if options.found is not None:
             return dict(options.found.tensors(rows))

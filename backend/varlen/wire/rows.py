@@ -221,12 +221,10 @@ def _long_texts(
 
 
 def _cut_side(given: RowParameters, intake: Intake) -> TruncationSide | None:
-    """Return the side on which texts that are too long are cut, if they are."""
     return intake.cut_side(given) if given.is_cut else None
 
 
 def _names_of(task: Task, further: tuple[Task, ...]) -> tuple[str, ...]:
-    """Return the names of the parameters of a task and of further outputs."""
     return tuple(
         name
         for name, each in ROW_PARAMETERS.items()
@@ -254,7 +252,6 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
 
 
 def _check_inputs(tensors: Tensors, task: Task, needs: str) -> None:
-    """Raise RequestError unless a request has all inputs of a task, and no others."""
     if tensors.keys() != {tensor.name for tensor in TASKS[task].inputs}:
         raise RequestError(
             f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send {needs}"

@@ -36,7 +36,7 @@ def server_model(pb_utils, monkeypatch):
     monkeypatch.setattr(sys.modules["varlen.server.process"], "_WATCHDOG", "exit 0")
     # it visits all that this process has imported: a second
     monkeypatch.setattr(module, "freeze_objects", lambda: None)
-    monkeypatch.setattr(module, "drop_file_pages", lambda: None)
+    monkeypatch.setattr(module, "drop_library_pages", lambda: None)
     restricted = sys.modules[pb_utils.__name__]
     entry = module.TritonPythonModel
     for name in ("execute", "auto_complete_config"):

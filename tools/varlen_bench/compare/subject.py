@@ -26,8 +26,8 @@ from varlen_bench.harness.command import (
     refused,
     select,
 )
+from varlen_bench.harness.options import with_options
 from varlen_bench.harness.rows import Cell
-from varlen_tools.options import with_options
 from varlen_tools.tables import Table
 
 Measured = TypeVar("Measured")

@@ -14,6 +14,7 @@ import typer
 from varlen.config import NO_LIMIT, EngineConfig, PolicyName
 from varlen.errors import ConfigError
 from varlen_bench import workloads
+from varlen_bench.harness.options import with_options
 from varlen_bench.simulate import generate, grid, partition
 from varlen_bench.simulate.batches import BatchFigures, BatchStudy, full_load, with_policy
 from varlen_bench.simulate.command import (
@@ -31,7 +32,6 @@ from varlen_bench.simulate.command import (
 from varlen_bench.simulate.costs import CostSource, cost_models
 from varlen_bench.workloads import Arrival
 from varlen_client.cli.progress import with_progress
-from varlen_tools.options import with_options
 
 # Lengths drawn to find the mean and the longest.
 _DRAWN = 10_000

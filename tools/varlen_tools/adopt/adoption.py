@@ -175,7 +175,6 @@ def _candidate(
     requests: Sequence[Request],
     load: Measured | None,
 ) -> Candidate:
-    """Return the new model with these settings, compared with the old one."""
     side = our_side(requests[0].model, config, _token_counts(session, requests))
     comparison = _compare(
         session.ask(requests),
@@ -194,7 +193,6 @@ def _old_sides(
     requests: Sequence[Request],
     checkpoint: Checkpoint,
 ) -> list[ModelSide]:
-    """Return how the old model runs, or each step of an ensemble."""
     tokenizer = session.find_tokenizer(names)
     lengths: dict[str, list[int]] = {}
     if tokenizer is not None:
@@ -239,7 +237,6 @@ def _in_dtype(model: Path, dtype: DType) -> Path:
 
 
 def _token_counts(session: Session, requests: Sequence[Request]) -> list[int]:
-    """Return the number of tokens that each text has in a varlen model."""
     answers = session.ask([replace(request, output="num_tokens") for request in requests])
     return [int(answer[0]) for answer in answers]
 
@@ -250,7 +247,6 @@ def _measure(
     models: Sequence[Sequence[Request]],
     report: Callable[[str], object],
 ) -> Sequence[Measured | None]:
-    """Return what each model does under load; None for each without a load."""
     if not wish.seconds:
         return [None] * len(models)
     report(f"sending {wish.concurrency} texts at a time, {wish.seconds:g} s to each model")
@@ -258,7 +254,6 @@ def _measure(
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    """Raise AdoptError unless the new model may be there."""
     if not target.exists():
         return
     if not is_varlen(target):
@@ -268,7 +263,6 @@ def _check_target(target: Path, *, force: bool) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Put a model in its place by a rename, instead of an earlier one."""
     repository = target.parent
     with scratch_folder(".adopt-", staging_parent(repository)) as scratch:
         # perhaps from another file system
@@ -291,7 +285,6 @@ def _compare(
     task: Task,
     dtypes: Collection[DType],
 ) -> Comparison:
-    """Return the comparison of answers, in the coarser dtype of both models."""
     coarsest = max(dtypes, key=_COARSE.index)
     return compare_values(TASKS[task].answers, old, actual=ours, expected=theirs, dtype=coarsest)
 
@@ -326,7 +319,6 @@ def _fetch(repository: Path, source: str, name: str, settings: Mapping[str, str]
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raise AdoptError for what `fetch` refuses."""
     try:
         yield
     except FetchError as error:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from varlen_client.cli.options import print_message, usage_error
 from varlen_tools.adopt.wish import AdoptError, Wish
-from varlen_tools.options import with_options
 
 if TYPE_CHECKING:
     from varlen_tools.adopt.adoption import Adoption, Candidate
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from varlen_tools.adopt.view import ModelSide
 
 
-@with_options(Wish)
-def adopt(context: typer.Context, wish: Wish) -> None:  # noqa: ARG001
+def adopt(**given: Any) -> None:
     """Write the varlen model of an existing model, and compare.
 
     Compares answers, throughput and p99 of both on this server.
     The exit code is 1 when the answers differ.
     """
+    wish = Wish(**given)
     try:
         # torch and the backend, which other commands do not need
         from varlen.errors import CheckpointError, ConfigError
@@ -50,6 +50,10 @@ def adopt(context: typer.Context, wish: Wish) -> None:  # noqa: ARG001
     print_adoption(done)
     if not done.agrees:
         raise typer.Exit(1)
+
+
+# typer reads it
+adopt.__signature__ = signature(Wish, eval_str=True)  # type: ignore[attr-defined]
 
 
 def print_adoption(done: Adoption) -> None:

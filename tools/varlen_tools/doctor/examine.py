@@ -240,7 +240,6 @@ def agreement(
 
 
 def _memory(info: ModelInfo) -> tuple[tuple[str, str], ...]:
-    """Return the memory of a model of one step, in words."""
     dtype = short_dtype(info.dtype)
     return (
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}, shared by all workers"),
@@ -253,7 +252,6 @@ def _memory(info: ModelInfo) -> tuple[tuple[str, str], ...]:
 
 
 def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) -> list[Comparison]:
-    """Return an entry for the answers of a task that are not compared themselves."""
     task = config.task or checkpoint.task
     if not has_library("transformers"):
         return [without_library(TASKS[task].answers, "transformers")]
@@ -521,7 +519,6 @@ def _adapted_answers(
 def _adapted_generation(
     checkpoint: Checkpoint, config: EngineConfig, original: Transformers, name: str, what: str
 ) -> Comparison:
-    """Compare greedy answers, or translations, of a model with an adapter."""
     prompts, greedy = sample_prompts(), {} if checkpoint.translate else {"temperature": 0.0}
     service = Service.load(GeneratorParts, checkpoint.folder, config, Stats())
     with Generator(service) as generator:

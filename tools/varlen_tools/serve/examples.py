@@ -130,7 +130,6 @@ def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
 
 
 def _server_request(model: Model) -> tuple[str, dict[str, Any]]:
-    """Return path and body of a request to the server's own HTTP endpoint."""
     path = f"/v2/models/{quote(model.name, safe='')}"
     if model.ids and TASKS[model.task].is_iterative:
         return f"{path}/generate", {"input_ids": list(_IDS)}

@@ -176,7 +176,6 @@ def _check(source: str, fetching: Fetching) -> None:
 
 
 def _fetch(source: str, folder: Path, fetching: Fetching, report: Callable[[str], object]) -> None:
-    """Fetch a checkpoint, unless its model is there and up to date."""
     stamp = folder / SOURCE_FILE
     made_of = _made_of(source, fetching.settings)
     cache = CacheFolder(folder.parent)
@@ -263,7 +262,6 @@ def _made_of(source: str, settings: Mapping[str, str]) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint and of its modules, without hidden ones."""
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not is_hidden and path.is_file():

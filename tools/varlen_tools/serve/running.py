@@ -165,7 +165,6 @@ def _shown_end(server: LocalServer) -> Iterator[None]:
 
 
 def _end_with(server: LocalServer, gateway: GatewayServer) -> None:
-    """Wait until the server ends, then end the gateway."""
     while server.is_running:
         time.sleep(_POLL_SECONDS)
     gateway.should_exit = True
@@ -179,7 +178,6 @@ def _print_ready(
     seconds: float,
     has_keys: bool,
 ) -> None:
-    """Print the addresses and a request for each model to stdout."""
     at = Addresses(ports.host, server.http_url.removeprefix("http://"), has_keys)
     print(f"ready after {seconds:.1f} s")
     print(f"  http://{ports.host}   a page to try the models; OpenAI, TEI, Cohere: /docs")

@@ -7,13 +7,19 @@ puts the answers together once the search has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
 
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import length_penalty, stops_when_full
 from varlen.decoding.search.token_edits import TokenEditor, TokenRules
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array
-from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SearchRules
+from varlen.scheduling.device_plan import NOT_TAKEN, BeamAnswer, BeamStep, SearchRules
+
+# The divisors that `SearchRules` has, step by step.
+Divisors: TypeAlias = list[tuple[float, float]]
 
 
 def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) -> bool:
@@ -57,7 +63,6 @@ class DeviceSearch:
     def rules(self, num_generated: int) -> SearchRules:
         """Return the rules of the step that chooses the token after this number of them."""
         options, length = self._options, num_generated + 1
-        is_never = options.early_stopping == "never" and options.length_penalty > 0
         return SearchRules(
             options.num_beams,
             length >= options.max_tokens,
@@ -65,32 +70,57 @@ class DeviceSearch:
             self._editor.forced(num_generated),
             self._end_ids,
             self._editor.banned(num_generated),
-            length_penalty(options, length),
-            length_penalty(options, options.max_tokens if is_never else length),
+            *self._divisors(length),
         )
+
+    def later(self, num_generated: int, rules: SearchRules, count: int) -> Divisors | None:
+        """Return the divisors of later steps; None if more of their rules differs.
+
+        Args:
+            num_generated: number of tokens of each beam before the first step.
+            count: number of later steps, at least one.
+        """
+        last = num_generated + count
+        # bans end with a number of tokens, so the steps between have the same ones
+        if rules.is_last or rules.forced is not None or last + 1 >= self._options.max_tokens:
+            return None
+        if self._editor.forced(last) is not None:
+            return None
+        if not np.array_equal(self._editor.banned(last), rules.banned):
+            return None
+        return [self._divisors(length) for length in range(num_generated + 2, last + 2)]
+
+    def _divisors(self, length: int) -> tuple[float, float]:
+        """Return both divisors of a step that chooses the last of these tokens."""
+        options = self._options
+        is_never = options.early_stopping == "never" and options.length_penalty > 0
+        divisor = length_penalty(options, length)
+        return divisor, length_penalty(options, options.max_tokens) if is_never else divisor
 
     def read(
         self,
         num_generated: int,
-        ends: Sequence[int],
+        ends: Sequence[Sequence[int]],
         beams: Int32Array,
         scores: Float32Array,
     ) -> BeamStep:
-        """Return what a step has chosen, without the tokens unless the search has ended.
+        """Return what a launch has chosen, without the tokens unless the search has ended.
 
         Args:
-            num_generated: number of tokens of each beam before the step.
-            ends, beams, scores: the part of `SearchResults` of this search.
+            num_generated: number of tokens of each beam before its first step.
+            ends, beams, scores: the part of `ChosenBeams` of this search.
         """
+        count = sum([end[0] != NOT_TAKEN for end in ends])
         # a step that failed was taken again
         del self._steps[num_generated:]
         # not a view of the beams of all searches of the step
-        self._steps.append(beams[:, :2].copy())
-        has_ended, num_answers = ends
-        if not has_ended:
-            return BeamStep(tuple(beams[:, 0].tolist()), ())
-        rows = range(min(num_answers, self._options.n))
-        return BeamStep((), (), tuple(self._answer(beams[i], float(scores[i])) for i in rows))
+        self._steps.extend(beams[:count, :, :2].copy())
+        if not count or not ends[count - 1][0]:
+            return BeamStep(tuple(beams[:count, :, 0].ravel().tolist()), (), count=count)
+        rows = range(min(ends[count - 1][1], self._options.n))
+        best, of_best = beams[count - 1], scores[count - 1]
+        answers = tuple([self._answer(best[i], float(of_best[i])) for i in rows])
+        return BeamStep((), (), answers, count=count)
 
     def _answer(self, found: Int32Array, score: float) -> BeamAnswer:
         token, beam, length = found[2:].tolist()

@@ -26,6 +26,7 @@ from varlen_kernels import cpu
 from varlen_kernels.cpu.calls.calls import (
     ALWAYS,
     dtypes_of,
+    extent_of,
     has_compiled_ops,
     parts_of,
     run_calls,
@@ -142,7 +143,7 @@ class CompiledProgram:
             cores = usable_cores()
         stay = ALWAYS if lone is None else lone.share.byte
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
-        rows = self._filled(batch, region, outputs, cores)
+        rows = self.filled(batch, region, outputs, cores)
         tensors: list[Any] | None = None
         for stretch in self._table.stretches:
             if isinstance(stretch, tuple):
@@ -159,14 +160,19 @@ class CompiledProgram:
                 program.run_op(stretch, kernels, tensors)
         return tuple(outputs)
 
-    def _filled(
+    @property
+    def is_one_call(self) -> bool:
+        """Whether one call runs all of it."""
+        return self._table.stretches == ((0, len(self._calls)),)
+
+    def filled(
         self,
         batch: PackedBatch,
         region: Region,
         outputs: Sequence[Tensor],
         cores: int,
     ) -> Int64Array:
-        """Return the table of a run."""
+        """Return the table of a run on this number of cores."""
         table, begin, dims = self._table, region.memory.data_ptr(), batch.dims
         addresses = [
             *(batch.inputs[value.name].data_ptr() for value in self._program.inputs),
@@ -248,6 +254,33 @@ def compile_program(
         return None
     compiled = CompiledProgram(program, states or {})
     return compiled if compiled.has_products or not needs_products else None
+
+
+def with_calls(before: Sequence[Bound], table: Int64Array, after: Sequence[Bound]) -> Int64Array:
+    """Return a table with functions before and after its own, each in one part.
+
+    Args:
+        before, after: their tensors are contiguous and of the dtypes that they read. The caller holds them.
+    """
+    from varlen_kernels.cpu.calls.machine_code import address_of
+
+    bound = [*before, *after]
+    rows = [*range(len(before)), *range(len(before) + len(table), len(bound) + len(table))]
+    width = max(3 * len(each.tensors) + len(each.constants) for each in bound)
+    columns = max(table.shape[1], ARGUMENTS + width)
+    whole = np.zeros((len(bound) + len(table), columns), np.int64)
+    whole[len(before) : len(before) + len(table), : table.shape[1]] = table
+    for row, (function, tensors, constants) in zip(rows, bound, strict=True):
+        entry = function.entry_for(dtypes_of(tensors))
+        assert entry is not None
+        extents = [extent_of(each.shape) for each in tensors]
+        places = zip(tensors, extents, strict=True)
+        numbers = [number for each, extent in places for number in (each.data_ptr(), *extent)]
+        packed = np.frombuffer(function.pack(*numbers, *constants), np.int64)
+        units, _ = function.work(extents, constants)
+        whole[row, :ARGUMENTS] = address_of(entry), units, 1
+        whole[row, ARGUMENTS : ARGUMENTS + len(packed)] = packed
+    return whole
 
 
 def _calls_of(program: Program) -> list[_Call]:

@@ -7,18 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
-from varlen.execution.cpu.compiled_program import compile_program
+from varlen.execution.cpu.compiled_program import Int64Array, compile_program
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.handoffs import Handoffs
 from varlen.execution.packing import Arrays, padded_inputs
 from varlen.execution.thread_executor import CoreShare, LoneCores
-from varlen.memory.arena import Arena
+from varlen.memory.arena import Arena, Region
 from varlen.memory.shared import map_shared, new_shared
 from varlen.memory.usage import Dims
 from varlen.program.program import NO_STATES, PackedBatch, Program
@@ -158,6 +157,18 @@ class CpuRunner:
         self._handoffs.pass_on(self._number, received, sent)
         return () if sent else outputs
 
+    @property
+    def is_one_call(self) -> bool:
+        """Whether one call of compiled code runs the program."""
+        return self._compiled is not None and self._compiled.is_one_call and not self._handoffs
+
+    def table(
+        self, inputs: Mapping[str, Tensor], dims: Dims, region: Region, outputs: Sequence[Tensor]
+    ) -> Int64Array:
+        """Return the calls of a batch on one core; the program is one call."""
+        assert self._compiled is not None
+        return self._compiled.filled(PackedBatch(inputs, dims), region, outputs, cores=1)
+
     def close(self) -> None:
         """No resources to release."""
 
@@ -214,7 +225,12 @@ class StepCores:
         # by the bits of the number of tokens
         self._times: dict[int, _Times] = {}
 
-    def run(self, step: Callable[[int], object], tokens: int, cores: int) -> None:
+    def run(self, step: Callable[[int], int | None], tokens: int, cores: int) -> None:
+        """Run a step of this many tokens.
+
+        Args:
+            step: runs it on a number of cores, and may return how many steps it has run instead.
+        """
         if cores == 1:
             step(1)
             return
@@ -224,8 +240,8 @@ class StepCores:
         times.left = max(0, times.left - 1)
         is_alone = usual_alone != is_trial
         began = self._clock()
-        step(1 if is_alone else cores)
-        taken = self._clock() - began
+        steps = step(1 if is_alone else cores) or 1
+        taken = (self._clock() - began) / steps
         if is_trial:
             times.end_trial(taken, min(times.on_one if usual_alone else times.on_all))
         (times.on_one if is_alone else times.on_all).append(taken)
@@ -259,12 +275,15 @@ class CpuSteps:
             slot: slot of the logits, where the logits of several steps are kept.
         """
         logits = self.last_logits(dims["logit_rows"], slot)
-        step = partial(self._runner.run, arrays, dims, [logits])
+
+        def step(cores: int | None) -> None:
+            self._runner.run(arrays, dims, [logits], cores)
+
         if self._runner.is_compiled:
             self._cores.run(step, dims["tokens"], torch.get_num_threads())
         else:
             # ops of torch use its threads in any case
-            step()
+            step(None)
         return logits
 
     def last_logits(self, rows: int, slot: int = 0) -> Tensor:

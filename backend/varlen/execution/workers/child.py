@@ -41,7 +41,7 @@ from varlen.execution.workers.messages import (
     send_control,
 )
 from varlen.execution.workers.process import MEMBER, Setup
-from varlen.memory.heap import drop_file_pages, return_large_memory, trim_heap
+from varlen.memory.heap import drop_library_pages, return_large_memory, trim_heap
 from varlen.processes import end_with_parent, freeze_objects, log_by, set_log_level
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def main() -> None:
     freeze_objects()
     # what the load has freed; processes that are forked from this one would all keep it
     trim_heap()
-    drop_file_pages()
+    drop_library_pages()
     send_control(control, {"model": asdict(work.runner.info)})
     serve()
 
@@ -158,7 +158,9 @@ def _connect_workers(control: socket.socket, leader: Leader | None, work: Work[A
                 work.runner.share_cores(CoreShare(share))
                 answer_orders(Connection(connection), work)
             else:
-                send_control(control, {"pid": os.getpid(), "code": code}, work.share())
+                send_control(
+                    control, {"pid": os.getpid(), "code": code}, work.share(CoreShare(share).byte)
+                )
                 answer_orders(Connection(connection), work, leader)
             os.close(connection)
             os.close(share)

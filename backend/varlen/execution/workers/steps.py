@@ -30,7 +30,7 @@ from varlen.execution.workers.worker import WorkerProcess
 from varlen.memory.arena import memory_errors
 from varlen.memory.memory_use import AdapterUse, MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Int32Array
+from varlen.request.request import Bytes, Int32Array
 from varlen.scheduling.batch import MAX_STEPS, Batch
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -47,9 +47,15 @@ _MAX_RESTARTS, _RESTART_SECONDS = 3, 600.0
 
 
 class StepModel(Launcher, Protocol):
-    """A loaded model that generates."""
+    """A loaded model that generates.
+
+    Attributes:
+        arrived: `[1]`, which any thread sets when a launch should end with the step that runs; None if each step is a
+            launch.
+    """
 
     graph_use: GraphUse
+    arrived: Bytes | None
 
     @property
     def info(self) -> ModelInfo:
@@ -141,6 +147,7 @@ class ProcessSteps:
         # a token for each row of logits of the last step, if the engine took part in the choice
         self._chosen: Int32Array | None = None
         self.graph_use = GraphUse()
+        self.arrived = host.share.byte if host.config.num_processes == 1 else None
         try:
             self._worker = WorkerProcess(host, self._restarted, self.slots, has_state=True)
         except BaseException:

@@ -28,7 +28,7 @@ from varlen.execution.warm_up import check_numbers, warm_up, warm_up_draws
 from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
 from varlen.execution.workers.process import Setup
 from varlen.memory.shared import new_shared
-from varlen.request.request import Int32Array, Prompt, RequestOptions
+from varlen.request.request import Bytes, Int32Array, Prompt, RequestOptions
 
 _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
@@ -48,8 +48,12 @@ class Work(Protocol[_Order, _Part]):
     def warm_up(self) -> None:
         """Run the first batch or steps, in all processes of the model."""
 
-    def share(self) -> Sequence[int]:
-        """Return file descriptors of memory that the engine maps: none, if all answers are sent."""
+    def share(self, byte: Bytes) -> Sequence[int]:  # noqa: ARG002
+        """Return file descriptors of memory that the engine maps: none, if all answers are sent.
+
+        Args:
+            byte: `[1]`, which the engine writes when a launch should end with the step that runs.
+        """
         return ()
 
     def read(self, message: bytes, /) -> _Order:
@@ -137,9 +141,10 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
         warm_up(self.runner)
         warm_up_draws(self.runner)
 
-    def share(self) -> Sequence[int]:
+    def share(self, byte: Bytes) -> Sequence[int]:
         steps = self._decoder.steps
         if isinstance(steps, CpuSteps):
+            self._decoder.hear(byte)
             return (steps.share_logits(),)
         info = self.runner.info
         descriptor = new_shared(torch.float32.itemsize * info.max_logit_rows * info.vocab_size)

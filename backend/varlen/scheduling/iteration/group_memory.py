@@ -260,15 +260,23 @@ class GroupMemory:
             beams.blocks.append(self._allocate(group))
         return True
 
-    def follow(self, group: Group, parents: Sequence[int]) -> None:
+    def run_on(self, group: Group, chunk: Chunk, steps: int) -> None:
+        """Let a search go on behind this number of steps, which began with a chunk."""
+        group.first.num_computed = chunk.start + steps
+        group.first.num_unknown = chunk.end + steps - len(group.first.token_ids)
+
+    def follow(self, group: Group, parents: Sequence[int], steps: int = 1) -> None:
         """Give back blocks that no beam of a search reads any more.
 
         Args:
-            parents: the beam of the last step that each beam continues.
+            parents: the beam of the last step that each beam continues; of several steps, one after another.
         """
         # with reservations it may need as many again
         if group.beams is not None and not self.reserves:
-            self.copies.release(group.beams.follow(parents))
+            count = len(parents) // max(1, steps)
+            for step in range(steps):
+                of_step = parents[step * count : (step + 1) * count]
+                self.copies.release(group.beams.follow(of_step))
 
     def store(self, group: Group, chunk: Chunk, end: int) -> None:
         """Let others share the blocks that a chunk has filled.

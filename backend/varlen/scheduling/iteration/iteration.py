@@ -96,6 +96,7 @@ class StepInFlight:
         chunks: its groups in order, and the chunk of each.
         copies: source by destination of the blocks that it copies.
         drafts: rows of drafted tokens, which come before the chunks.
+        steps: most steps of its launch. More than one are searches, and how many run is known at its end.
         ignored: groups that run again, and whose outputs are ignored.
         is_void: whether this is so of all of them, because a step before it has failed.
     """
@@ -105,6 +106,7 @@ class StepInFlight:
     chunks: dict[Group, Chunk]
     copies: dict[int, int]
     drafts: dict[Group, tuple[Chunk, ...]] = field(default_factory=dict)
+    steps: int = 1
     ignored: set[Group] = field(default_factory=set)
     is_void: bool = False
 
@@ -148,6 +150,8 @@ _WORKERS_ENDED = "worker processes ended while they ran this request; the server
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
+# Expected seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
+_LAUNCH_SECONDS = 0.01
 
 
 class IterationScheduler:
@@ -287,7 +291,8 @@ class IterationScheduler:
             return self.update(batch, result)
         if result.failure is not None:
             return self._fail_step(step, batch.shape.tokens, result)
-        self._cost.learn(batch.shape.tokens, result.seconds)
+        count = result.steps if step.steps > 1 else 1
+        self._cost.learn(batch.shape.tokens, result.seconds / max(1, count))
         self._step_size.grow()
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
@@ -298,7 +303,7 @@ class IterationScheduler:
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = {group: step.chunks[group] for group in step.groups}
-        self._count_served(present)
+        self._count_served(present, count)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
             if step.drafts:
@@ -306,6 +311,8 @@ class IterationScheduler:
                 more = tuple(islice(drafted, len(rows)))
             if group not in present:
                 continue
+            if step.steps > 1:
+                self._memory.run_on(group, chunk, cast(BeamStep, outputs[begin]).count)
             if group.is_plain and chunk.samples:
                 token = cast(SampledToken, outputs[begin])
                 if rows:
@@ -375,7 +382,7 @@ class IterationScheduler:
         before: StepInFlight | None = None
         logit_rows: dict[GeneratedSequence, int] = {}
         if steps and not self._is_pipeline and not steps[-1].is_void:
-            if steps[-1].drafts:
+            if steps[-1].steps > 1 or steps[-1].drafts:
                 # it chooses an unknown number of tokens
                 return None
             # it runs the tokens that the step before it chooses
@@ -397,13 +404,36 @@ class IterationScheduler:
             tokens = tokens_of_step(parts, tokens, self._cost, latency, beside=busy)
         chunks = self._memory.next_chunks(parts, tokens, logit_rows)
         copies = self._memory.copies
+        count = self._launch_steps(chunks)
+        if count > 1:
+            for group, chunk in chunks.items():
+                self._memory.run_on(group, chunk, count)
         return StepInFlight(
             next(self._step_numbers),
             None if before is None else before.number,
             chunks,
             copies.assign(chunks.values()) if copies.next else {},
             self._drafts(chunks, tokens) if self._limits.speculation else {},
+            count,
         )
+
+    def _launch_steps(self, chunks: Mapping[Group, Chunk]) -> int:
+        """Return how many steps of these chunks may run in one launch.
+
+        Its steps differ in the positions alone: no search begins a block or comes to its last token, and nothing waits.
+        """
+        most = self._limits.launch_steps
+        if most == 1 or self._queues.num_waiting:
+            return 1
+        size, tokens = self._blocks.block_size, 0
+        for group, chunk in chunks.items():
+            if not chunk.beams:
+                return 1
+            tokens += chunk.beams
+            last = group.max_length - 2
+            most = min(most, size - chunk.start % size, last - chunk.start)
+        seconds = self._cost.seconds(1, tokens)
+        return max(1, min(most, int(_LAUNCH_SECONDS / seconds))) if seconds > 0 else 1
 
     def _drafts(self, chunks: Mapping[Group, Chunk], tokens: int) -> dict[Group, tuple[Chunk, ...]]:
         """Return rows of drafted tokens, where `tokens` of a step are left.
@@ -455,9 +485,11 @@ class IterationScheduler:
         shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple([chunk.sequence for chunk in chunks])
-        seconds = self._cost.seconds(1, shape.tokens)
+        seconds = step.steps * self._cost.seconds(1, shape.tokens)
         copies = tuple((source, copy) for copy, source in step.copies.items())
-        batch = Batch(sequences, shape, seconds, reason, chunks, copies, step.number, step.after)
+        batch = Batch(
+            sequences, shape, seconds, reason, chunks, copies, step.number, step.after, step.steps
+        )
         new = [group for group in step.chunks if not group.has_started]
         if new:
             self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))
@@ -592,12 +624,12 @@ class IterationScheduler:
         # until then its block is not shared
         self._memory.store(group, chunk, chunk.end - 1)
 
-    def _count_served(self, chunks: Mapping[Group, Chunk]) -> None:
-        """Count the tokens of groups that have run."""
+    def _count_served(self, chunks: Mapping[Group, Chunk], steps: int) -> None:
+        """Count the tokens of groups that have run in a launch of some steps."""
         total = generated = 0
         served: list[tuple[Claim, int]] = []
         for group, chunk in chunks.items():
-            count = len(chunk.token_ids)
+            count = steps * len(chunk.token_ids)
             of_group = count + len(chunk.encodes)
             if (
                 chunk.samples
@@ -616,7 +648,7 @@ class IterationScheduler:
         if step.error is not None:
             return [SequenceFailure(group.first, step.error)]
         if step.answers is None:
-            self._memory.follow(group, step.parents)
+            self._memory.follow(group, step.parents, step.count)
             return []
         return write_answers(group.sequences, step.answers)
 

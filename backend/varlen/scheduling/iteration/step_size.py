@@ -31,6 +31,7 @@ class StepLimits:
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
         short_slots: slots beside them for short sequences.
         stages: stages of the model's pipeline; as many steps of different sequences are in flight. 1 is no pipeline.
+        launch_steps: most steps of searches in one launch.
         speculation: limits of drafted tokens; None if there are none.
     """
 
@@ -41,6 +42,7 @@ class StepLimits:
     short_slots: int
     short_tokens: int
     stages: int = 1
+    launch_steps: int = 1
     speculation: Speculation | None = None
 
     @property

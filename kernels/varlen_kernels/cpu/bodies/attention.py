@@ -14,21 +14,29 @@ from varlen_kernels.cpu.bodies.attention_weights import (
     clear_unread,
     copy_distances,
     copy_head,
+    copy_value,
     distance_bytes,
+    factor_matrix,
+    fetch_head,
+    first_row,
     forget_keys,
+    largest_score,
     make_distances,
     multiply,
+    panel_matrix,
+    raise_tops,
+    value_matrix,
     weigh,
     write_context,
     write_distance_scores,
+    write_panel,
     write_score_bias,
 )
-from varlen_kernels.cpu.native.lanes import load, splat, sum_of, transpose
+from varlen_kernels.cpu.native.lanes import load, splat, sum_of
 from varlen_kernels.cpu.native.native import (
     aligned,
     clear,
     fp32_matrix,
-    fp32_vector,
     free_memory,
     inlined,
     inlined_body,
@@ -40,19 +48,18 @@ from varlen_kernels.cpu.native.target_cpu import LANES
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
 _QUERY_TILE = 16
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 _KEY_BLOCK = 128
 
 
 @inlined
 def _copy_keys_and_values(
-    qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+    qkv, start, length, columns, head_dim, distances, key_rows, panels, values
 ):
-    """Write panels of scaled keys, and rows of values.
+    """Write panels of keys, and values.
 
-    With distances rows of keys are kept too; they are not scaled.
+    With distances rows of keys are kept too.
     """
-    width = values.shape[1]
     lanes = key_rows
     for first in range(0, length, LANES):
         count = min(LANES, length - first)
@@ -60,11 +67,13 @@ def _copy_keys_and_values(
             lanes = key_rows[first:]
         for i in range(count):
             row = start + first + i
+            if first + i + LANES < length:
+                fetch_head(qkv, row + LANES, columns[0], head_dim)
+                fetch_head(qkv, row + LANES, columns[1], head_dim)
             copy_head(qkv, row, columns[0], head_dim, lanes, i)
-            copy_head(qkv, row, columns[1], head_dim, values, first + i)
+            copy_value(qkv, row, columns[1], head_dim, values, first + i)
         clear_rows(lanes, count, LANES)
-        for feature in range(0, width, LANES):
-            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
+        write_panel(lanes, panels, first // LANES)
 
 
 @inlined
@@ -74,6 +83,7 @@ def _attend_tile(
     tile,
     length,
     key_length,
+    scale,
     is_causal,
     window,
     soft_cap,
@@ -90,8 +100,8 @@ def _attend_tile(
         keys_values, distances, room: see `attend`; room is overwritten.
     """
     key_rows, panels, values = keys_values
-    scores, context, totals, top = room
-    width = queries.shape[1]
+    scores, weights, context, totals, tops, rescales, largest = room
+    width, value_pairs = queries.shape[1], 4 // values.itemsize
     rows = (count + ROWS - 1) // ROWS * ROWS
     first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
     last_key = key_length
@@ -104,11 +114,9 @@ def _attend_tile(
         is_first = block == first_key
         if distances is not None:
             write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances)
-        for column in range(0, keys, LANES):
-            panel = (block + column) // LANES * width
-            for row in range(0, rows, ROWS):
-                is_only = distances is None
-                multiply(scores, row, column, queries, width, panels, panel, 0, is_only)
+        is_new, row = distances is None, first_row(panels, block // LANES, width)
+        apart = LANES * width
+        multiply(scores, rows, keys, queries, width, panels, row, apart, scale, is_new)
         if soft_cap > 0:
             cap_scores(scores, count, keys, soft_cap)
         # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
@@ -117,10 +125,14 @@ def _attend_tile(
                 scores[row, column] = _NO_KEY
         for row in range(count):
             offset = block - (tile + row) + length - 1
-            weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
-        for feature in range(0, width, LANES):
-            for row in range(0, rows, ROWS):
-                multiply(context, row, feature, scores, keys, values, block, feature, is_first)
+            largest[0, row] = largest_score(scores, row, keys, score_bias, offset)
+        raise_tops(largest, tops, rescales, is_first)
+        for row in range(count):
+            rescale = splat(rescales[0, row])
+            weigh(scores, row, keys, tops[0, row], rescale, totals, context, is_first, weights)
+        row, apart = block // value_pairs, LANES * value_pairs
+        features, depth = context.shape[1], (keys + 1) // 2 * 2 if value_pairs == 2 else keys
+        multiply(context, rows, features, weights, depth, values, row, apart, _ONE, is_first)
 
 
 @inlined
@@ -156,7 +168,7 @@ def _attend(
     key_rows, panels, values = keys_values
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
     _copy_keys_and_values(
-        qkv, start, key_length, columns, head_dim, scale, distances, key_rows, panels, values
+        qkv, start, key_length, columns, head_dim, distances, key_rows, panels, values
     )
     attend_queries(
         qkv,
@@ -168,6 +180,7 @@ def _attend(
         group,
         head_dim,
         bias,
+        scale,
         is_causal,
         window,
         soft_cap,
@@ -188,6 +201,7 @@ def attend_queries(
     num_heads,
     head_dim,
     bias,
+    scale,
     is_causal,
     window,
     soft_cap,
@@ -205,7 +219,7 @@ def attend_queries(
         first_head, num_heads: the query heads.
     """
     score_bias, queries, keys_values, room = views
-    context, totals, top = room[1:]
+    context, totals, top = room[2:5]
     for head in range(first_head, first_head + num_heads):
         column = head * head_dim
         if score_bias.shape[1]:
@@ -214,6 +228,8 @@ def attend_queries(
             count = min(_QUERY_TILE, length - tile)
             first_row = start + tile - first_query
             for row in range(count):
+                if tile + row + _QUERY_TILE < length:
+                    fetch_head(qkv, first_row + row + _QUERY_TILE, column, head_dim)
                 copy_head(qkv, first_row + row, column, head_dim, queries, row)
             # up to a multiple of ROWS
             clear_rows(queries, count, min(count + ROWS - 1, _QUERY_TILE))
@@ -225,6 +241,7 @@ def attend_queries(
                 tile,
                 length,
                 key_length,
+                scale,
                 is_causal,
                 window,
                 soft_cap,
@@ -241,58 +258,79 @@ def attend_queries(
 
 
 @inlined
-def _sizes(longest, width, needs_score_bias, keeps_keys):
+def head_width(head_dim, like):
+    """Return the width of a row of factors: whole vectors of numbers or pairs.
+
+    Args:
+        like: see `factor_matrix`.
+    """
+    numbers = 4 * LANES // factor_matrix(like, 0, 0, 0).itemsize
+    return (head_dim + numbers - 1) // numbers * numbers
+
+
+@inlined
+def _sizes(longest, width, needs_score_bias, keeps_keys, number_bytes):
     """Return the sizes of the memory of `_attend`, in bytes; see `attention_views`."""
     panels = (longest + LANES - 1) // LANES
     # a vector that begins at the last distance ends LANES - 1 further
     distances = 2 * longest + LANES if needs_score_bias else 0
     key_rows = panels * LANES if keeps_keys else LANES
-    matrices = aligned(4 * width * key_rows), 4 * LANES * panels * width
-    tile = aligned(4 * _QUERY_TILE * width)
-    return aligned(4 * distances), matrices[0], matrices[1], tile
+    matrices = number_bytes * width * key_rows, number_bytes * LANES * panels * width
+    return aligned(4 * distances), *matrices, aligned(4 * _QUERY_TILE * width)
 
 
 @inlined_view
-def attention_views(memory, longest, width, needs_score_bias, keeps_keys):
+def attention_views(memory, longest, width, needs_score_bias, keeps_keys, like):
     """Return the memory of `_attend` for sequences of up to `longest` tokens.
 
     Args:
         memory: its address.
-        width: features of a head, rounded up to a multiple of 16.
+        width: result of `head_width`.
         needs_score_bias: whether something is added to scores, or keys are hidden.
         keeps_keys: whether rows of all keys are kept.
+        like: has numbers of the factors, see `factor_matrix`.
 
     Returns:
         What is added to scores, `[1, distances]` or `[1, 0]`; rows of queries; rows of keys, panels of keys, and
-        rows of values; scores, context, totals and largest scores.
+        values; scores, weights, context, totals, largest scores, what sums are multiplied by, and the
+        largest scores of a block. Weights of fp32 take the place of scores.
     """
-    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
+    number_bytes = factor_matrix(like, 0, 0, 0).itemsize
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys, number_bytes)
     panels = (longest + LANES - 1) // LANES
     distances = 2 * longest + LANES if needs_score_bias else 0
     clear(memory, sizes[0])
     score_bias = fp32_matrix(memory, 1, distances)
     memory += sizes[0]
-    key_rows = fp32_matrix(memory, panels * LANES if keeps_keys else LANES, width)
+    key_rows = factor_matrix(like, memory, panels * LANES if keeps_keys else LANES, width)
     memory += sizes[1]
-    key_panels = fp32_matrix(memory, panels * width, LANES)
+    key_panels = panel_matrix(memory, panels, width, like)
     memory += sizes[2]
-    values = fp32_matrix(memory, panels * LANES, width)
+    values = value_matrix(memory, panels * LANES, width, like)
     memory += sizes[2]
-    queries = fp32_matrix(memory, _QUERY_TILE, width)
+    queries = factor_matrix(like, memory, _QUERY_TILE, width)
     context = fp32_matrix(memory + sizes[3], _QUERY_TILE, width)
     memory += 2 * sizes[3]
     scores = fp32_matrix(memory, _QUERY_TILE, _KEY_BLOCK)
-    memory += 4 * _QUERY_TILE * _KEY_BLOCK
+    score_bytes = 4 * _QUERY_TILE * _KEY_BLOCK
+    own = 0 if number_bytes == 4 else score_bytes
+    weights = factor_matrix(like, memory + own, _QUERY_TILE, _KEY_BLOCK)
+    memory += 2 * score_bytes
     totals = fp32_matrix(memory, _QUERY_TILE, LANES)
-    top = fp32_vector(memory + 4 * _QUERY_TILE * LANES, _QUERY_TILE)
-    return score_bias, queries, (key_rows, key_panels, values), (scores, context, totals, top)
+    memory += 4 * _QUERY_TILE * LANES
+    tops = fp32_matrix(memory, 1, _QUERY_TILE)
+    rescales = fp32_matrix(memory + 4 * _QUERY_TILE, 1, _QUERY_TILE)
+    largest = fp32_matrix(memory + 8 * _QUERY_TILE, 1, _QUERY_TILE)
+    room = scores, weights, context, totals, tops, rescales, largest
+    return score_bias, queries, (key_rows, key_panels, values), room
 
 
 @inlined
-def attention_bytes(longest, width, needs_score_bias, keeps_keys):
+def attention_bytes(longest, width, needs_score_bias, keeps_keys, like):
     """Return the size of the memory of `attention_views`."""
-    sizes = _sizes(longest, width, needs_score_bias, keeps_keys)
-    fixed = 4 * _QUERY_TILE * (_KEY_BLOCK + LANES) + aligned(4 * _QUERY_TILE)
+    number_bytes = factor_matrix(like, 0, 0, 0).itemsize
+    sizes = _sizes(longest, width, needs_score_bias, keeps_keys, number_bytes)
+    fixed = 4 * _QUERY_TILE * (2 * _KEY_BLOCK + LANES + 3)
     return sizes[0] + sizes[1] + 2 * sizes[2] + 2 * sizes[3] + fixed
 
 
@@ -301,6 +339,7 @@ def attend(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    factors,  # any array of the numbers that are multiplied, see `factor_matrix`
     cu_seqlens,  # [sequences + 1]
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     key_lengths,  # [sequences], the keys that each reads, or [0] for all
@@ -316,16 +355,16 @@ def attend(
     An item is one key head of one sequence.
     """
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
-    width = (head_dim + LANES - 1) // LANES * LANES
+    width = head_width(head_dim, factors)
     longest = 0
     for item in range(first_item, last_item):
         sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False))
+    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False, factors))
     if memory == 0:
         return 1
-    views = attention_views(memory, longest, width, needs_score_bias, False)
+    views = attention_views(memory, longest, width, needs_score_bias, False, factors)
     for item in range(first_item, last_item):
         _attend(
             item // num_kv_heads,
@@ -352,6 +391,7 @@ def attend_distances(
     first_item,
     last_item,
     qkv,
+    factors,
     cu_seqlens,
     bias,
     distance_rows,
@@ -370,31 +410,33 @@ def attend_distances(
 
     Args:
         distance_rows, distance_keys, distance_queries: the tables of `make_distances`.
-        first_item, last_item, qkv, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out: see
-            `attend`.
+        first_item, last_item, qkv, factors, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out:
+            see `attend`.
     """
     tables = distance_rows, distance_keys, distance_queries
     head_dim = qkv.shape[1] // (3 * num_heads)
-    width = (head_dim + LANES - 1) // LANES * LANES
+    width = head_width(head_dim, factors)
     sequences = len(cu_seqlens) - 1
     longest = 0
     for item in range(first_item, last_item):
         sequence = item % sequences
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    own_bytes = attention_bytes(longest, width, needs_score_bias, True)
-    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    own_bytes = attention_bytes(longest, width, needs_score_bias, True, factors)
+    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK, factors)
     memory = new_memory(own_bytes + more_bytes)
     if memory == 0:
         return 1
-    views = attention_views(memory, longest, width, needs_score_bias, True)
-    distances = make_distances(memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    views = attention_views(memory, longest, width, needs_score_bias, True, factors)
+    distances = make_distances(
+        memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK, factors
+    )
     copied_head = -1
     for item in range(first_item, last_item):
         head = item // sequences
         if head != copied_head:
             copied_head = head
-            copy_distances(tables, head * head_dim, head_dim, scale, views[1], distances)
+            copy_distances(tables, head * head_dim, head_dim, views[1], distances)
         _attend(
             item % sequences,
             head,

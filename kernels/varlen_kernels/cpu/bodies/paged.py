@@ -9,17 +9,26 @@ Several new tokens of a sequence: its keys and values are copied once for each k
 
 import numpy as np
 
-from varlen_kernels.cpu.bodies.attention import attend_queries, attention_bytes, attention_views
+from varlen_kernels.cpu.bodies.attention import (
+    attend_queries,
+    attention_bytes,
+    attention_views,
+    head_width,
+)
 from varlen_kernels.cpu.bodies.attention_weights import (
     LOWEST,
     cap_scores,
     clear_rows,
     copy_head,
+    copy_value,
+    largest_score,
     weigh,
     write_context,
+    write_panel,
 )
 from varlen_kernels.cpu.bodies.rows import write_rotated_head
 from varlen_kernels.cpu.native.lanes import (
+    exp,
     fold_1,
     fold_2,
     fold_4,
@@ -31,7 +40,6 @@ from varlen_kernels.cpu.native.lanes import (
     store,
     store_first,
     sum_of,
-    transpose,
 )
 from varlen_kernels.cpu.native.native import (
     aligned,
@@ -310,7 +318,10 @@ def _attend_keys(
             _bias_scores(scores, member, count, bias, first_head + member, distance)
         for i in range(count, _RUNS * length):
             scores[member, _column(i // length, i % length)] = _NO_KEY
-        weigh(scores, member, _RUNS * length, no_bias, 0, top, totals, context, False)
+        columns, before = _RUNS * length, top[member]
+        top[member] = max(before, largest_score(scores, member, columns, no_bias, 0))
+        rescale = exp(splat(before - top[member]))
+        weigh(scores, member, columns, top[member], rescale, totals, context, False, scores)
         _add_values(context, member, scores, values, first, count)
 
 
@@ -472,22 +483,20 @@ def _copy_context(
     kv_head,
     num_kv_heads,
     block_size,
-    scale,
     keys_values,
 ):
-    """Write panels of the scaled keys of a sequence, and rows of its values."""
-    lanes, panels, value_rows = keys_values
-    head_dim, width = keys.shape[1], value_rows.shape[1]
+    """Write panels of the keys of a sequence, and its values."""
+    lanes, panels, paired_values = keys_values
+    head_dim = keys.shape[1]
     for first in range(0, length, LANES):
         count = min(LANES, length - first)
         for i in range(count):
             position = first + i
             row = block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
             copy_head(keys, row, 0, head_dim, lanes, i)
-            copy_head(values, row, 0, head_dim, value_rows, position)
+            copy_value(values, row, 0, head_dim, paired_values, position)
         clear_rows(lanes, count, LANES)
-        for feature in range(0, width, LANES):
-            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
+        write_panel(lanes, panels, first // LANES)
 
 
 @inlined_body
@@ -520,17 +529,17 @@ def attend_chunks(
     """
     sequences, longest = len(context_lens), 0
     head_dim, group = keys.shape[1], bias.shape[0] // num_kv_heads
-    width = (head_dim + LANES - 1) // LANES * LANES
+    width = head_width(head_dim, queries)
     for item in range(first_item, last_item):
         sequence = item % sequences
         if cu_seqlens[sequence + 1] - cu_seqlens[sequence] > 1:
             longest = max(longest, context_lens[sequence])
     if longest == 0:
         return 0
-    memory = new_memory(attention_bytes(longest, width, True, False))
+    memory = new_memory(attention_bytes(longest, width, True, False, queries))
     if memory == 0:
         return 1
-    views = attention_views(memory, longest, width, True, False)
+    views = attention_views(memory, longest, width, True, False, queries)
     for item in range(first_item, last_item):
         kv_head, sequence = item // sequences, item % sequences
         start, length = cu_seqlens[sequence], context_lens[sequence]
@@ -545,7 +554,6 @@ def attend_chunks(
                 kv_head,
                 num_kv_heads,
                 block_size,
-                scale,
                 views[2],
             )
             attend_queries(
@@ -558,6 +566,7 @@ def attend_chunks(
                 group,
                 head_dim,
                 bias,
+                scale,
                 True,
                 window,
                 soft_cap,

@@ -12,6 +12,7 @@ Rows are fp32, and bf16 is widened when it is loaded. Where the CPU multiplies p
 rows of a bf16 weight are bf16 instead: an instruction adds two products to each of 16 sums in fp32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
@@ -25,7 +26,7 @@ from varlen_kernels.cpu.bodies.panel_layout import (
     PANEL_VECTORS,
     TILE_ROWS,
 )
-from varlen_kernels.cpu.native.lanes import element_address, load, moved
+from varlen_kernels.cpu.native.lanes import element_address, fetch_line, load, moved
 from varlen_kernels.cpu.native.native import (
     aligned,
     fp32_matrix,
@@ -47,66 +48,65 @@ _FLOATS, _INTS, _HALVES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT,
 _PAIR_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
-class _Tile:
-    """Writes the instructions of a product of some rows with a panel, or with columns."""
+class Tile:
+    """Writes the instructions of a product of some rows with some vectors of a matrix.
+
+    Attributes:
+        totals: the address of each sum, by row.
+    """
 
     def __init__(
         self,
-        context: Any,
         builder: Any,
-        declared: Any,
-        values: Any,
-        rows: int,
-        vectors: int = PANEL_VECTORS,
+        rows: Sequence[Any],
+        weights: Any,
+        hidden: Any,
+        sums: Sequence[Sequence[Any]],
         *,
-        of_columns: bool = False,
+        widths: tuple[int, int],
+        row_bytes: Any,
+        vector_bytes: Any,
+        unrolled: int = _UNROLLED,
+        is_fetched: bool = True,
     ) -> None:
-        self._builder, self._vectors = builder, vectors
-        x, row, weight, begin, column, sums = values
-        x_type, weight_type, sums_type = (declared.args[i] for i in (0, 2, 5))
-        # bytes of a number of the weight and of a row, and hidden features that are multiplied at a time
-        self._width, self._row_width = (each.dtype.bitwidth // 8 for each in (weight_type, x_type))
+        """Multiply.
+
+        Args:
+            rows: address of each row.
+            weights: address of the first vector of the matrix.
+            hidden: number of hidden features.
+            sums: numbers to which products are added, by row.
+            widths: bytes of a number of a row, and of the matrix. If both have 2 the matrix holds pairs, where the CPU
+                multiplies them.
+            row_bytes: distance from one hidden feature or pair of the matrix to the next one.
+            vector_bytes: distance from one vector to the next one.
+            unrolled: hidden features of a turn of the loop.
+            is_fetched: whether weights are fetched into the cache ahead.
+        """
+        self._builder, self._rows, self._panel, self._hidden = builder, rows, weights, hidden
+        self._row_width, self._width = widths
         self._depth = 2 if HAS_PAIRS and self._row_width == 2 else 1
-        zero = ir.Constant(_SIZE, 0)
-
-        def row_of(array_type: Any, array: Any, number: Any) -> Any:
-            return element_address(context, builder, array_type, array, number, zero)
-
-        self._rows = [
-            row_of(x_type, x, builder.add(row, ir.Constant(_SIZE, i))) for i in range(rows)
-        ]
-        self._panel = element_address(context, builder, weight_type, weight, begin, column)
-        # from one hidden feature or pair of the weight to the next one
-        self._row_bytes = ir.Constant(_SIZE, vectors * LANES * self._width * self._depth)
-        if of_columns:
-            strides = context.make_array(weight_type)(context, builder, weight).strides
-            self._row_bytes = cgutils.unpack_tuple(builder, strides, 2)[0]
-        self._sums = [row_of(sums_type, sums, ir.Constant(_SIZE, i)) for i in range(rows)]
-        shape = context.make_array(x_type)(context, builder, x).shape
-        self._hidden = cgutils.unpack_tuple(builder, shape, 2)[1]
-        self._totals = [
-            [cgutils.alloca_once(builder, _FLOATS) for _ in range(vectors)] for _ in range(rows)
-        ]
-        for total in (each for of_row in self._totals for each in of_row):
-            builder.store(ir.Constant(_FLOATS, None), total)
+        self._row_bytes, self._vector_bytes = row_bytes, vector_bytes
+        self._vectors, self._unrolled, self._is_fetched = len(sums[0]), unrolled, is_fetched
+        self.totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in each] for each in sums]
+        for of_row, given in zip(self.totals, sums, strict=True):
+            for total, begin in zip(of_row, given, strict=True):
+                builder.store(begin, total)
         self._multiply()
-        for address, of_row in zip(self._sums, self._totals, strict=True):
-            for i, total in enumerate(of_row):
-                place = moved(builder, address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
-                builder.store(builder.load(total), place, align=4)
 
     def _multiply(self) -> None:
-        builder, unrolled = self._builder, ir.Constant(_SIZE, _UNROLLED)
+        builder, unrolled = self._builder, ir.Constant(_SIZE, self._unrolled)
         depth = ir.Constant(_SIZE, self._depth)
         places = builder.udiv(self._hidden, depth)
         turns = builder.udiv(places, unrolled)
         with cgutils.for_range(builder, turns) as loop:
             first = builder.mul(loop.index, unrolled)
-            for i in range(_UNROLLED):
+            for i in range(self._unrolled):
                 self._add_products(builder.add(first, ir.Constant(_SIZE, i)))
-        done = builder.mul(turns, unrolled)
-        with cgutils.for_range(builder, builder.sub(places, done)) as loop:
-            self._add_products(builder.add(done, loop.index))
+        if self._unrolled > 1:
+            done = builder.mul(turns, unrolled)
+            with cgutils.for_range(builder, builder.sub(places, done)) as loop:
+                self._add_products(builder.add(done, loop.index))
         if self._depth > 1:
             # the last feature of an odd number
             with builder.if_then(
@@ -121,15 +121,16 @@ class _Tile:
             place: number of the row, or of the pair.
             is_last: whether it is half a pair.
         """
-        builder, vector_bytes = self._builder, LANES * self._width * self._depth
+        builder = self._builder
         weights = moved(builder, self._panel, builder.mul(place, self._row_bytes), _BYTE)
         ahead = builder.mul(self._row_bytes, ir.Constant(_SIZE, _FETCHED_AHEAD))
         factors = []
         for i in range(self._vectors):
-            offset = ir.Constant(_SIZE, i * vector_bytes)
-            self._fetch(moved(builder, weights, builder.add(ahead, offset), _BYTE))
+            offset = builder.mul(self._vector_bytes, ir.Constant(_SIZE, i))
+            if self._is_fetched:
+                fetch_line(builder, moved(builder, weights, builder.add(ahead, offset), _BYTE))
             factors.append(self._weights(moved(builder, weights, offset, _BYTE)))
-        for row, of_row in zip(self._rows, self._totals, strict=True):
+        for row, of_row in zip(self._rows, self.totals, strict=True):
             number = self._number(
                 builder.mul(place, ir.Constant(_SIZE, self._row_width * self._depth)), row, is_last
             )
@@ -172,13 +173,6 @@ class _Tile:
         wide = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
         return builder.bitcast(wide, _FLOATS)
 
-    def _fetch(self, address: Any) -> None:
-        """Have a cache line read: it is needed soon."""
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
-        fetch = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
-        # to read, into all levels, of data
-        self._builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
-
 
 def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
     """Return a function that writes the products of `rows` rows; see `_products`."""
@@ -186,7 +180,36 @@ def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
     @numba.extending.intrinsic
     def multiply(_context, x, _row, weight, _begin, _column, sums):
         def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-            _Tile(context, builder, declared, values, rows, vectors, of_columns=of_columns)
+            from_x, row, from_weight, begin, column, to_sums = values
+            x_type, weight_type, sums_type = (declared.args[i] for i in (0, 2, 5))
+            zero = ir.Constant(_SIZE, 0)
+
+            def row_of(array_type: Any, array: Any, number: Any) -> Any:
+                return element_address(context, builder, array_type, array, number, zero)
+
+            widths = x_type.dtype.bitwidth // 8, weight_type.dtype.bitwidth // 8
+            vector_bytes = LANES * widths[1] * (2 if HAS_PAIRS and widths[0] == 2 else 1)
+            row_bytes = ir.Constant(_SIZE, vectors * vector_bytes)
+            if of_columns:
+                strides = context.make_array(weight_type)(context, builder, from_weight).strides
+                row_bytes = cgutils.unpack_tuple(builder, strides, 2)[0]
+            shape = context.make_array(x_type)(context, builder, from_x).shape
+            places = [ir.Constant(_SIZE, i) for i in range(rows)]
+            tile = Tile(
+                builder,
+                [row_of(x_type, from_x, builder.add(row, place)) for place in places],
+                element_address(context, builder, weight_type, from_weight, begin, column),
+                cgutils.unpack_tuple(builder, shape, 2)[1],
+                [[ir.Constant(_FLOATS, None)] * vectors] * rows,
+                widths=widths,
+                row_bytes=row_bytes,
+                vector_bytes=ir.Constant(_SIZE, vector_bytes),
+            )
+            for place, of_row in zip(places, tile.totals, strict=True):
+                address = row_of(sums_type, to_sums, place)
+                for i, total in enumerate(of_row):
+                    lanes = moved(builder, address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
+                    builder.store(builder.load(total), lanes, align=4)
             return context.get_dummy_value()
 
         return types.none(x, types.int64, weight, types.int64, types.int64, sums), generate

@@ -38,6 +38,7 @@ _NUMBERS: dict[str, Any] = {
     "u": types.uint8,
     "i": types.int32,
     "I": types.uint32,
+    "H": types.uint16,
     "l": types.int64,
 }
 _CONSTANTS: dict[str, Any] = {

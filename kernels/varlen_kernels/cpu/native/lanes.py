@@ -56,6 +56,7 @@ _FLOAT, _INT, _HALF, _SIZE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT, LANES)
 _HALVES = ir.VectorType(_HALF, LANES)
+_TO_BF16 = "llvm.x86.avx512bf16.cvtneps2bf16.512"
 
 
 class LanesType(types.Type):
@@ -163,6 +164,48 @@ def _store_first(builder: Any, pointer: Any, value: Any, count: Any) -> None:
     _copy(builder, room, pointer, count)
 
 
+def _rounded(builder: Any, value: Any) -> Any:
+    """Return the nearest bf16 numbers in the upper half of 32 bits.
+
+    Numbers below the normal ones become 0.
+    """
+    kind = ir.FunctionType(_HALVES, [_FLOATS])
+    convert = cgutils.get_or_insert_function(builder.module, kind, _TO_BF16)
+    return builder.shl(builder.zext(builder.call(convert, [value]), _INTS), _ints(16))
+
+
+def _store_factors(builder: Any, pointer: Any, value: Any) -> Any:
+    if pointer.type.pointee == _HALF:
+        bits = _rounded(builder, value)
+        halves = builder.trunc(builder.lshr(bits, _ints(16)), _HALVES)
+        builder.store(halves, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
+        return builder.bitcast(bits, _FLOATS)
+    _store(builder, pointer, value)
+    return value
+
+
+def _store_paired(builder: Any, pointer: Any, value: Any, is_second: Any) -> None:
+    if pointer.type.pointee == _FLOAT:
+        _store(builder, pointer, value)
+        return
+    bits, pairs = _rounded(builder, value), builder.bitcast(pointer, _INTS.as_pointer())
+    both = builder.or_(builder.load(pairs, align=4), bits)
+    low = builder.lshr(bits, _ints(16))
+    builder.store(builder.select(is_second, both, low), pairs, align=4)
+
+
+def fetch_line(builder: Any, address: Any) -> None:
+    """Have the cache line of an address of bytes read: it is needed soon."""
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # to read, into all levels, of data
+    builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
+
+
+def _fetch(builder: Any, pointer: Any) -> None:
+    fetch_line(builder, builder.bitcast(pointer, _BYTE.as_pointer()))
+
+
 def _zeros(builder: Any, element: Any) -> Any:
     vector = ir.VectorType(element, LANES)
     room = cgutils.alloca_once(builder, vector)
@@ -176,7 +219,8 @@ def _copy(builder: Any, source: Any, destination: Any, count: Any) -> None:
         builder.store(element, builder.gep(destination, [loop.index]))
 
 
-def _splat(builder: Any, number: Any) -> Any:
+def repeated(builder: Any, number: Any) -> Any:
+    """Return a vector of a number."""
     empty = ir.Constant(_FLOATS, ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
     return _shuffle(builder, first, empty, [0] * LANES)
@@ -242,8 +286,15 @@ load_first = _memory_op(_load_first, LANES_TYPE, types.int64)
 # store(array, row, column, value) writes 16 numbers; store_first(..., value, count) writes the first ones.
 store = _memory_op(_store, types.none, LANES_TYPE)
 store_first = _memory_op(_store_first, types.none, LANES_TYPE, types.int64)
+# Into fp32, or into bf16 if the CPU multiplies pairs of it: store_factors(array, row, column, value) writes 16 numbers
+# and returns them as they are read; store_paired(..., value, is_second) writes 16 numbers of fp32, or the first numbers
+# of 16 pairs and zeros, or their second numbers.
+store_factors = _memory_op(_store_factors, LANES_TYPE, LANES_TYPE)
+store_paired = _memory_op(_store_paired, types.none, LANES_TYPE, types.boolean)
+# fetch(array, row, column) has the cache line of an element read.
+fetch = _memory_op(_fetch, types.none)
 # splat(number) repeats it in every lane.
-splat = _register_op(_splat, LANES_TYPE, types.float32)
+splat = _register_op(repeated, LANES_TYPE, types.float32)
 # multiply_add(a, b, c) returns a · b + c, rounded once.
 multiply_add = _register_op(_multiply_add, LANES_TYPE, *[LANES_TYPE] * 3)
 # maximum(a, b) and minimum(a, b) return one of each two numbers, the number in `b` if one is NaN.
@@ -264,16 +315,20 @@ power_of_two = _register_op(_power_of_two, LANES_TYPE, LANES_TYPE)
 
 
 @numba.extending.intrinsic
-def transpose(_context, source, _column, destination, _row, _factor):
-    """Write a square of 16 rows from a column on, times a factor, transposed."""
+def transpose(_context, source, _column, destination, _row):
+    """Write a square of 16 rows of fp32, or of pairs of bf16, transposed."""
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        from_array, from_column, to_array, to_row, factor = values
-        lanes = []
-        for i in range(LANES):
-            place = (from_array, ir.Constant(_SIZE, i), from_column)
-            pointer = _pointer(context, builder, declared.args[0], *place)
-            lanes.append(builder.fmul(_load(builder, pointer), factor))
+        from_array, from_column, to_array, to_row = values
+
+        def vector_at(number: int, array: Any, row: Any, column: Any) -> Any:
+            address = element_address(context, builder, declared.args[number], array, row, column)
+            return builder.bitcast(address, _INTS.as_pointer())
+
+        lanes = [
+            builder.load(vector_at(0, from_array, _SIZE(i), from_column), align=2)
+            for i in range(LANES)
+        ]
         for distance in (8, 4, 2, 1):
             # in each square of twice this width, two of the four squares change places
             low = [j + LANES - distance if j & distance else j for j in range(LANES)]
@@ -284,12 +339,11 @@ def transpose(_context, source, _column, destination, _row, _factor):
                     lanes[i] = _shuffle(builder, *pair, low)
                     lanes[i + distance] = _shuffle(builder, *pair, high)
         for i, value in enumerate(lanes):
-            place = (to_array, builder.add(to_row, ir.Constant(_SIZE, i)), ir.Constant(_SIZE, 0))
-            _store(builder, _pointer(context, builder, declared.args[2], *place), value)
+            place = vector_at(2, to_array, builder.add(to_row, _SIZE(i)), _SIZE(0))
+            builder.store(value, place, align=2)
         return context.get_dummy_value()
 
-    arguments = (source, types.int64, destination, types.int64, LANES_TYPE)
-    return types.none(*arguments), generate
+    return types.none(source, types.int64, destination, types.int64), generate
 
 
 _SHIFT = np.float32(3 << 22)
@@ -330,3 +384,28 @@ def exp(x):
     y = multiply_add(y, rest, splat(_C2))
     y = multiply_add(rest * rest, y, rest) + splat(_ONE)
     return select_greater(x, splat(_LOWEST), y * power_of_two(shifted), splat(_ZERO))
+
+
+# Coefficients of f, f ** 2 and f ** 3 in 2 ** f - 1 between -0.5 and 0.5.
+_S1, _S2, _S3 = (
+    np.float32(x) for x in (0.6932828877888236, 0.24221097957126453, 0.055009101892216083)
+)
+# its power of two is 2 ** -127, which `power_of_two` returns as 0
+_NO_POWER = np.float32(-88)
+
+
+@inlined
+def short_exp(x):
+    """Return e ** x of x up to 0, with a relative error of 1e-4.
+
+    It is for results that are rounded to bf16.
+
+    It is 0 below -87.7 and for NaN.
+    """
+    bounded = maximum(x, splat(_NO_POWER))
+    shifted = multiply_add(bounded, splat(_LOG2_E), splat(_SHIFT))
+    rest = multiply_add(bounded, splat(_LOG2_E), splat(_SHIFT) - shifted)
+    y = multiply_add(splat(_S3), rest, splat(_S2))
+    y = multiply_add(y, rest, splat(_S1))
+    y = multiply_add(y, rest, splat(_ONE))
+    return y * power_of_two(shifted)

@@ -19,7 +19,7 @@ from varlen.execution.packing import pack_step, tensors_of
 from varlen.execution.token_state import DeviceSearches, choices_of
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.device_plan import DevicePlan
+from varlen.scheduling.device_plan import NOT_TAKEN, DevicePlan
 from varlen_kernels import cpu, reference
 
 VOCABULARY = 12
@@ -100,13 +100,15 @@ class Steps:
         packed = pack_step(step, 64, choice)
         logits = torch.from_numpy(np.array(rows, np.float32))
         numbers = self.device.advance(logits, packed.searches, tensors_of(packed.searches))
-        ends, beams, scores = choices_of(numbers, packed.searches)
+        chosen = choices_of(numbers, packed.searches)
+        beams = chosen.beams[0]
         first = 0
         for place, (number, _, sequence, search) in enumerate(live):
             own = slice(first, first + sequence.generation.num_beams)
             first = own.stop
             length = len(self.beams[number][0])
-            found = search.read(length, ends[place].tolist(), beams[own], scores[own])
+            of_search = chosen.ends[:, place].tolist(), chosen.beams[:, own], chosen.scores[:, own]
+            found = search.read(length, *of_search)
             if found.answers is not None:
                 self.answers[number] = found.answers
             before = self.beams[number]
@@ -171,16 +173,62 @@ def test_scores_are_normalized_again_without_banned_tokens():
 def test_a_step_that_was_taken_again_counts_once():
     sequence = sequences_of(0, num_beams=2, max_tokens=3)[0]
     search = DeviceSearch(sequence.generation, [0], rules=TokenRules((END,)), vocab_size=VOCABULARY)
-    goes_on = np.array([[0, 1, 0, 0, 0], [0, 2, 0, 0, 0]], np.int32)
-    scores = np.zeros(2, np.float32)
-    search.read(0, [0, 0], goes_on[::-1].copy(), scores)
-    search.read(0, [0, 0], goes_on, scores)
-    last = np.array([[0, 0, 8, 1, 2], [0, 0, 0, 0, 0]], np.int32)
+    goes_on = np.array([[[0, 1, 0, 0, 0], [0, 2, 0, 0, 0]]], np.int32)
+    scores = np.zeros((1, 2), np.float32)
+    search.read(0, [[0, 0]], goes_on[:, ::-1], scores)
+    search.read(0, [[0, 0]], goes_on, scores)
+    last = np.array([[[0, 0, 8, 1, 2], [0, 0, 0, 0, 0]]], np.int32)
 
-    step = search.read(1, [1, 1], last, scores)
+    step = search.read(1, [[1, 1]], last, scores)
 
     assert [answer.token_ids for answer in step.answers] == [(2, 8)]
     assert step.answers[0].finish_reason == "length"
+
+
+def test_a_launch_counts_the_steps_that_ran():
+    sequence = sequences_of(0, num_beams=2, max_tokens=9)[0]
+    search = DeviceSearch(sequence.generation, [0], rules=TokenRules((END,)), vocab_size=VOCABULARY)
+    first, second, none = [[0, 1], [0, 2]], [[1, 3], [0, 4]], [[0, 0], [0, 0]]
+    beams = np.zeros((3, 2, 5), np.int32)
+    beams[:, :, :2] = first, second, none
+    scores = np.zeros((3, 2), np.float32)
+
+    step = search.read(0, [[0, 0], [0, 0], [NOT_TAKEN, 0]], beams, scores)
+    again = search.read(2, [[NOT_TAKEN, 0]], beams[2:], scores[2:])
+    beams[0, 0, 2:] = END, 0, 3
+    end = search.read(2, [[1, 1]], beams[:1], scores[:1])
+
+    assert (step.count, step.parents, step.answers) == (2, (0, 0, 1, 0), None)
+    assert (again.count, again.parents, again.answers) == (0, (), None)
+    # the first beam has continued the second one
+    assert end.answers[0].token_ids == (2, 3, END)
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "is_alike"),
+    [
+        ({}, 5, True),
+        # the step behind it is the last one
+        ({}, 6, False),
+        ({"min_tokens": 4}, 3, False),
+        ({"min_tokens": 8}, 3, True),
+        ({"suppress_tokens": (1,)}, 3, True),
+        ({"early_stopping": "never", "length_penalty": 2.0}, 3, True),
+    ],
+)
+def test_later_steps_of_a_launch_differ_in_their_divisors_alone(options, count, is_alike):
+    sequence = sequences_of(0, **{"num_beams": 2, "max_tokens": 9, **options})[0]
+    search = DeviceSearch(sequence.generation, [0], rules=TokenRules((END,)), vocab_size=VOCABULARY)
+    first = search.rules(2)
+
+    later = search.later(2, first, count)
+
+    if not is_alike:
+        assert later is None
+        return
+    rules = [search.rules(2 + i) for i in range(1, count + 1)]
+    assert later == [(each.divisor, each.best_divisor) for each in rules]
+    assert all(str(each[:6]) == str(first[:6]) for each in rules)
 
 
 @pytest.mark.parametrize(

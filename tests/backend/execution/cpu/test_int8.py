@@ -38,10 +38,13 @@ from varlen.execution.int8.quantization import (
     use_int8,
 )
 from varlen.execution.runner import Runner
+from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
+from varlen.program.heads import AttentionHeads
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
+from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS, nearest_codes
 
@@ -167,6 +170,22 @@ def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, foll
     monkeypatch.setattr(int8_products, "choose_product", lambda: PANELS)
 
     assert recorded_layers(follow) == kernels
+
+
+def test_attention_between_int8_layers_may_round_to_bf16():
+    ops = Recorder()
+    x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 24)
+    bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+    context = ops.attention_varlen(
+        ops.linear(x, weight, None), bounds, AttentionHeads(1, 1, 8), scale=0.5
+    )
+    program = ops.finish(context)
+    codes = {layer_key(weight, None): codes_of(weight)}
+
+    program = use_int8(program, quantize_layers([program], codes))
+
+    kernel = "attention_rounded" if HAS_PAIRS else "attention_varlen"
+    assert program.ops[-1].kernel == kernel
 
 
 def test_layers_that_share_a_weight_keep_their_biases():

@@ -164,7 +164,7 @@ class KvExecutor(HeldExecutor):
                 self._write(table, chunk.start, tokens)
         # one for each row of logits
         of_rows, outputs = [], []
-        for chunk in batch.chunks:
+        for chunk in [] if batch.steps > 1 else batch.chunks:
             if chunk.sequence.is_searched and chunk.samples:
                 outputs.append(self._search(chunk))
                 of_rows += [None] * chunk.num_logit_rows
@@ -172,6 +172,7 @@ class KvExecutor(HeldExecutor):
                 outputs += [self._sample(chunk, sample) for sample in chunk.samples]
                 of_rows += outputs[len(outputs) - len(chunk.samples) :]
         self.outputs = of_rows
+        outputs = self._launched(batch) if batch.steps > 1 else outputs
         return BatchResult(outputs, self.seconds(batch))
 
     def _next_failure(self):
@@ -251,6 +252,25 @@ class KvExecutor(HeldExecutor):
             [*step.token_ids, *[0] * dead],
         )
         return step
+
+    def _launched(self, batch):
+        """Return what a launch chooses; some searches take fewer steps, perhaps none."""
+        rng = random.Random(batch.number)
+        counts = [rng.randint(0, batch.steps) for _ in batch.chunks]
+        counts[rng.randrange(len(counts))] = batch.steps
+        outputs = []
+        for chunk, count in zip(batch.chunks, counts, strict=True):
+            parents, answers, taken = [], None, 0
+            while taken < count and answers is None:
+                now = chunk._replace(start=chunk.start + taken)
+                for table, tokens in self._rows(now):
+                    self._write(table, now.start, tokens)
+                step = self._search(now)
+                parents += step.parents
+                parents += [0] * (chunk.beams - len(step.parents))
+                answers, taken = step.answers, taken + 1
+            outputs.append(BeamStep(() if answers else tuple(parents), (), answers, count=taken))
+        return outputs
 
     def _sample(self, chunk, sample):
         if self._tokens(chunk) == [None]:
@@ -348,6 +368,7 @@ class Bench:
         short_tokens=0,
         slots=1,
         stages=1,
+        launch_steps=1,
         speculation=None,
     ):
         self.policy = policy
@@ -361,6 +382,7 @@ class Bench:
             short_slots=short_slots,
             short_tokens=short_tokens,
             stages=stages,
+            launch_steps=launch_steps,
             speculation=speculation,
         )
         self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
@@ -471,18 +493,19 @@ class Bench:
             if chunk in drafted:
                 self._check_drafted(chunk)
             else:
-                self._check_chunk(chunk)
+                self._check_chunk(chunk, step.steps)
         self._check_copies(step)
         self._check_order(step)
 
-    def _check_chunk(self, chunk):
+    def _check_chunk(self, chunk, steps):
         sequence, source = chunk.sequence, source_of(chunk.sequence)
         assert not chunk.samples or any(sample.status == "running" for sample in chunk.samples)
         end = chunk.end
-        assert end == sequence.num_computed
+        assert end + steps - 1 == sequence.num_computed
         assert len(chunk.block_ids) == self.pool.blocks_of(end) * (chunk.beams or 1)
         # the token that it chooses is one of the unknown ones
-        assert bool(chunk.samples) == (end == sequence.length - bool(chunk.samples))
+        is_last = end + steps - 1 == sequence.length - bool(chunk.samples)
+        assert bool(chunk.samples) == is_last
         # a source is encoded in one piece, when its target starts
         assert list(chunk.encodes) == (source if chunk.start == 0 else [])
         assert len(chunk.source_block_ids) == self.pool.blocks_of(len(source))

@@ -96,6 +96,34 @@ def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cac
     bench.check_idle()
 
 
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("slots", [1, 2], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("seed", range(2))
+def test_launches_of_several_steps_change_no_answer(policy, slots, seed, monkeypatch):
+    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", 1e6)
+    rng = random.Random(seed)
+    bench = Bench(num_blocks=40, policy=policy, step_tokens=24, slots=slots, launch_steps=3)
+    asked = []
+    for _ in range(40):
+        prompt, options = random_request(rng)
+        asked.append((bench.submit(prompt, **options), expected_of([prompt], **options)))
+        for _ in range(rng.choice([0, 2, 9])):
+            if rng.random() < 0.1:
+                bench.executor.failures = [rng.choice(["memory", "memory late"])]
+            bench.step()
+    bench.run_all()
+
+    answered = [each for each in asked if each[0].end == "finished"]
+    # the others were alone in a step that ran out of memory
+    failed = [reply.end for reply, _ in asked if reply.end != "finished"]
+    assert all(isinstance(end, EngineError) for end in failed)
+    assert len(answered) > len(asked) / 2
+    for reply, expected in answered:
+        assert [tokens_of(reply).get(row) for row in range(len(expected))] == expected
+    assert max(step.steps for step in bench.executor.steps) > 1
+    bench.check_idle()
+
+
 def submit_if_admitted(bench, prompts, cancelled_after, **options):
     """Submit a request; return its prompts, options and reply, or nothing if it is refused."""
     if options["source"] is not None:

@@ -52,18 +52,58 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(causal, threads, dtyp
     assert_same_bits_alone(partial(cpu.attention_varlen, **options), qkv, LENGTHS)
 
 
+@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+def test_attention_of_int8_programs_rounds_to_bf16_at_most(heads, kv_heads, dim, reads):
+    qkv = rand(sum(LENGTHS), (heads + 2 * kv_heads) * dim)
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "scale": dim**-0.5, **reads}
+
+    actual = cpu.attention_rounded(qkv, bounds_of(LENGTHS), **options)
+
+    assert actual.dtype == torch.float32
+    expected = reference.attention_varlen(qkv, bounds_of(LENGTHS), **options)
+    check(actual.bfloat16(), expected.bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [5, 16, 48, 64], ids=str)
+def test_keys_past_an_odd_last_one_count_nothing(dim):
+    # memory of an earlier call may hold anything
+    poisoned = torch.full((129, 3 * dim), torch.nan, dtype=torch.bfloat16)
+    cpu.attention_varlen(poisoned, bounds_of([129]), num_heads=1, scale=1.0)
+    qkv = rand(127, 3 * dim, dtype=torch.bfloat16)
+
+    actual = cpu.attention_varlen(qkv, bounds_of([127]), num_heads=1, scale=0.3)
+
+    expected = reference.attention_varlen(qkv, bounds_of([127]), num_heads=1, scale=0.3)
+    check(actual, expected, torch.bfloat16)
+
+
+def test_a_query_without_keys_gets_zeros_in_bf16():
+    qkv = rand(30, 3 * 16, dtype=torch.bfloat16)
+    lengths = torch.tensor([3], dtype=torch.int32)
+
+    actual = cpu.attention_varlen(
+        qkv, bounds_of([30]), key_lengths=lengths, num_heads=1, scale=0.3, window=4
+    )
+
+    assert (actual[6:] == 0).all()
+    assert actual[:6].isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e-6], ids=str)
-def test_scores_of_any_size_give_weights_that_sum_to_one(scale):
-    qkv = rand(200, 3 * 16)
+@DTYPES
+def test_scores_of_any_size_give_weights_that_sum_to_one(scale, dtype):
+    qkv = rand(200, 3 * 16, dtype=dtype)
     qkv[:, 32:] = 1.0
 
     actual = cpu.attention_varlen(qkv, bounds_of([200]), num_heads=1, scale=scale)
 
-    check(actual, torch.ones(200, 16))
+    check(actual, torch.ones(200, 16), dtype)
 
 
-def test_nan_in_a_query_gives_nan():
-    qkv = rand(5, 3 * 16)
+@DTYPES
+def test_nan_in_a_query_gives_nan(dtype):
+    qkv = rand(5, 3 * 16, dtype=dtype)
     qkv[2, 3] = torch.nan
 
     actual = cpu.attention_varlen(qkv, bounds_of([5]), num_heads=1, scale=0.3)

@@ -1,0 +1,134 @@
+"""Steps of searches without the host between them choose what steps op by op choose."""
+
+import random
+
+import pytest
+
+from tests.checkpoints import change_tensors, save_checkpoint
+from varlen.execution.cpu import search_steps
+from varlen.execution.cpu.runner import StepCores
+from varlen.execution.cpu.search_steps import SearchSteps
+from varlen.in_process.generator import Generator
+from varlen.request.generation import GenerationOptions
+from varlen.scheduling.device_plan import NOT_TAKEN
+from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_calls
+
+pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")
+END = 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp("marian"),
+        "MarianMTModel",
+        encoder_layers=1,
+        decoder_layers=1,
+        eos_token_id=END,
+    )
+
+    def favor_the_end(tensors):
+        for tensor in tensors.values():
+            if tensor.ndim == 2 and len(tensor) == 263:
+                tensor[END] *= 3
+
+    change_tensors(folder, favor_the_end)
+    return folder
+
+
+def translations(folder):
+    """Return the answers to some sources, whose searches are of several sizes."""
+    rng = random.Random(0)
+    generator = Generator.from_pretrained(
+        folder,
+        device="cpu",
+        dtype="fp32",
+        threads=2,
+        kv_block_tokens=8,
+        max_running_sequences=40,
+        max_step_tokens=128,
+        max_sequence_tokens=40,
+    )
+    with generator:
+        futures = [
+            generator.submit(
+                [rng.randrange(3, 263) for _ in range(rng.randint(1, 9))],
+                GenerationOptions(
+                    max_tokens=rng.randint(2, 20),
+                    min_tokens=rng.choice([0, 1]),
+                    num_beams=beams,
+                    n=beams,
+                    length_penalty=rng.choice([0.5, 1.0]),
+                    early_stopping=rng.choice([True, False]),
+                ),
+            )
+            for beams in (4, 1, 3, 5, 2, 4)
+        ]
+        return [[(each.token_ids, each.score) for each in future.result(60)] for future in futures]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SearchSteps, "runs", lambda *_: False)
+        return translations(folder)
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Return the steps that each search takes in each launch of any length."""
+    run, found = SearchSteps.run, []
+
+    def counted(self, step, logits):
+        chosen = run(self, step, logits)
+        found.append((chosen.ends[:, :, 0] != NOT_TAKEN).sum(0).tolist())
+        return chosen
+
+    monkeypatch.setattr(SearchSteps, "run", counted)
+    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", 1e6)
+    return found
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_answers_are_those_of_steps_op_by_op(folder, expected, counts, cores, monkeypatch):
+    monkeypatch.setattr(StepCores, "run", lambda _, step, *__: step(cores))
+
+    assert translations(folder) == expected
+    assert max(map(max, counts)) > 1
+
+
+def test_a_launch_ends_when_a_request_has_come(folder, expected, counts, monkeypatch):
+    run = SearchSteps.run
+
+    def interrupted(self, step, logits):
+        self.arrived[0] = 1
+        return run(self, step, logits)
+
+    monkeypatch.setattr(SearchSteps, "run", interrupted)
+
+    assert translations(folder) == expected
+    assert {count for launch in counts for count in launch} == {1}
+
+
+def test_a_step_without_memory_is_taken_by_a_later_launch(folder, expected, counts, monkeypatch):
+    monkeypatch.setattr(StepCores, "run", lambda _, step, *__: step(2))
+    run, left = SearchSteps.run, []
+
+    def with_a_failure(self, step, logits):
+        # of the same searches as the first step, or the first one of others
+        left[:] = [False, "later" in step.searches]
+        return run(self, step, logits)
+
+    def one_after_another(run, bounds):
+        run(bounds[0], bounds[-1])
+
+    def fail_once(*arguments):
+        if left and left.pop(0):
+            raise MemoryError
+        return run_calls(*arguments)
+
+    monkeypatch.setattr(SearchSteps, "run", with_a_failure)
+    monkeypatch.setattr(search_steps, "run_parts", one_after_another)
+    monkeypatch.setattr(search_steps, "run_calls", fail_once)
+
+    assert translations(folder) == expected
