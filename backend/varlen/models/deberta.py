@@ -28,7 +28,14 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, MaskedLMLayout, MaskedLMNames
+from varlen.models.checkpoint.family import (
+    BERT_MASKED_LM,
+    Family,
+    HeadConfig,
+    MaskedLMLayout,
+    MaskedLMNames,
+    encoder_classes,
+)
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -47,7 +54,6 @@ class Convolution:
 
     Attributes:
         linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
-        activation: applied to its output, which is added to the output of the first layer.
     """
 
     linear: Linear
@@ -84,8 +90,6 @@ class Deberta:
 
     Attributes:
         position_table: `[positions, features]`.
-        projection: projection from the features of the tables to the features of the layers, if there is one.
-        convolution: beside the first layer, if there is one.
         scale: multiplies the scores.
     """
 
@@ -146,13 +150,7 @@ _PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
 }
 # The layers that make them in the first version; the one for keys has no bias.
 _FIRST_PROJECTIONS: Mapping[DistanceTerm, str] = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
-# The head of masked language models: the head of BERT ("legacy"), or the one that DeBERTa was trained with.
-_LEGACY_HEAD = MaskedLMNames(
-    dense="cls.predictions.transform.dense",
-    norm="cls.predictions.transform.LayerNorm",
-    decoder="cls.predictions.decoder",
-    biases=("cls.predictions.bias", "cls.predictions.decoder.bias"),
-)
+# The head of masked language models that DeBERTa was trained with; others have the head of BERT ("legacy").
 _OWN_HEAD = MaskedLMNames(
     dense="lm_predictions.lm_head.dense",
     norm="lm_predictions.lm_head.LayerNorm",
@@ -249,16 +247,9 @@ class DebertaConfig(declare.ConfigFields):
 
     Attributes:
         embedding: features of the tables; there is a projection if they are not `hidden`.
-        positions: longest sequence.
-        has_position_table: whether embeddings of positions are added to embeddings of tokens.
-        terms: terms that are added to scores by distance.
         max_distance: distances from there on are alike.
         buckets: near distances have a row each, and farther ones share rows, by their logarithm; 0: all have one.
-        shares_projections: whether distances are projected by the layers of tokens.
-        has_distance_norm: whether the embeddings of distances are normalized.
-        scale: multiplies the scores.
         window: tokens of a window of the convolution; 0: it has none.
-        classifier_activation: between the two layers of a classifier of sequences.
     """
 
     heads: int = declare.computed(
@@ -299,11 +290,7 @@ class DebertaConfig(declare.ConfigFields):
 def load(
     read: LayerReader, fields: Json, head: HeadConfig, *, is_first_version: bool = False
 ) -> Deberta:
-    """Return the DeBERTa of a checkpoint; see `Family`.
-
-    Args:
-        is_first_version: whether it has the tensors of version 1.
-    """
+    """Return the DeBERTa of a checkpoint; see `Family`."""
     reader = _FirstReader if is_first_version else _Reader
     return reader(read, DebertaConfig.read(fields)).model(head)
 
@@ -328,8 +315,6 @@ def distance_rows(config: DebertaConfig) -> Tensor:
 
 
 class _Reader:
-    """Reads the parts of a DeBERTa by their names in a checkpoint."""
-
     def __init__(self, read: LayerReader, config: DebertaConfig) -> None:
         self._read = read
         self._config = config
@@ -399,7 +384,6 @@ class _Reader:
         )
 
     def _heads_of(self, at: str) -> Linear:
-        """Return the layer of queries, keys and values."""
         hidden = self._config.hidden
         names = [f"{at}.{name}_proj" for name in ("query", "key", "value")]
         return self._read.linear(names, hidden, [hidden] * 3)
@@ -500,7 +484,7 @@ def _masked_lm(config: Json) -> MaskedLMLayout:
     read = DebertaConfig.read(config)
     is_legacy = read_flag(config, "legacy", default=True)
     return MaskedLMLayout(
-        _LEGACY_HEAD if is_legacy else _OWN_HEAD,
+        BERT_MASKED_LM if is_legacy else _OWN_HEAD,
         read.hidden,
         read.embedding,
         read.vocabulary,
@@ -517,23 +501,11 @@ _LATER_FIELDS = frozenset(
     "attention_head_size conv_act conv_kernel_size norm_rel_ebd position_buckets share_att_key".split()
 )
 
+_ARCHITECTURES, _HEAD_CLASSES = encoder_classes("DebertaV2")
 FAMILY = Family(
     names_layers=True,
-    architectures={
-        "DebertaV2Model": "embed",
-        "DebertaV2ForMaskedLM": "embed",
-        "DebertaV2ForSequenceClassification": "classify",
-        "DebertaV2ForTokenClassification": "token_classify",
-        "DebertaV2ForQuestionAnswering": "question_answer",
-    },
-    heads={
-        "classify": "DebertaV2ForSequenceClassification",
-        "rerank": "DebertaV2ForSequenceClassification",
-        "token_classify": "DebertaV2ForTokenClassification",
-        "question_answer": "DebertaV2ForQuestionAnswering",
-        "sparse_embed": "DebertaV2ForMaskedLM",
-        "fill_mask": "DebertaV2ForMaskedLM",
-    },
+    architectures=_ARCHITECTURES,
+    heads=_HEAD_CLASSES,
     fields=kind_fields.ENCODER.plus(
         DebertaConfig.names() | _MASKED_LM_FIELDS, (), {**_FIXED, "conv_groups": 1}
     ),
@@ -550,10 +522,11 @@ FAMILY = Family(
     may_have_unattended_tokens=False,
 )
 
+_FIRST_ARCHITECTURES, _FIRST_HEAD_CLASSES = encoder_classes("Deberta")
 FIRST_FAMILY = replace(
     FAMILY,
-    architectures={name.replace("V2", ""): task for name, task in FAMILY.architectures.items()},
-    heads={task: name.replace("V2", "") for task, name in FAMILY.heads.items()},
+    architectures=_FIRST_ARCHITECTURES,
+    heads=_FIRST_HEAD_CLASSES,
     fields=kind_fields.ENCODER.plus(
         (DebertaConfig.names() | _MASKED_LM_FIELDS) - _LATER_FIELDS,
         (),

@@ -74,7 +74,6 @@ class LayerNames:
         qkv: queries, keys and values, or one linear layer of all.
         up: layer in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
         gate: the half of the one layer of `up` that is a gate for the other half; None if that layer holds no gate.
-        without_bias: the linear layers that have none.
         query_norm, key_norm: norms over the queries of all heads, and over the keys; empty without them.
         second_norm: norm of the sum of the attention's output and its input again; empty without it.
     """
@@ -106,9 +105,6 @@ class ExpertNames:
 
     Attributes:
         up, down: tensors of all experts of a layer, each with a row for every feature between the two layers.
-        bias: the vector that is added to the sum of a token's experts.
-        number: the field with the experts of a layer.
-        count: the field with the experts of a token.
         every: the field that says which layers have experts: one of as many, from the second layer on.
     """
 
@@ -168,13 +164,8 @@ class EncoderSizes:
     Attributes:
         first_position: row of the first token in the position table. Above 0, the row before it belongs to the padding
             token, whose id is the number of that row.
-        inner: features between the two linear layers of a feed-forward part.
-        heads: head layout of each layer.
-        vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
         rotary: the rotary positions; None with a position table.
-        activation: between the two linear layers.
-        norm_eps: added to the variance.
         experts: experts of a layer, and experts of a token.
     """
 
@@ -203,24 +194,12 @@ class PostNormFamily:
     """One family of post-norm encoders.
 
     Attributes:
-        class_name: beginning of its class names in transformers, such as Bert of BertModel.
         prefix: prefix of the encoder's tensors in a model with a head.
-        first_prefix: the same in its first releases, if they had another.
-        other_layer, other_embedding_norm: the same in checkpoints that have these layers.
         projection: the linear layer from the tables' features to the features of the layers, where they may differ.
-        always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
         has_alibi: whether scores fall with the distance, and there is no position table.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
-        default_theta: base of rotary positions, for a family without a position table.
-        pretraining: prefixes of the tensors of heads for pretraining.
-        masked_lm: the head of its masked language models.
-        more_architectures: classes with only the encoder, or with a head that is not served.
-        experts: the experts of some layers; None without any.
-        has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
-        harmless, fixed: fields beside those that all families share.
-        tokenizer_class: default of transformers, if tokenizer_config.json names none.
     """
 
     class_name: str
@@ -309,7 +288,6 @@ class PostNormFamily:
         )
 
     def _read_experts(self, config: Json, layers: int) -> tuple[tuple[int, int], range]:
-        """Return the experts of a layer and of a token, and the layers with experts."""
         names = self.experts
         if names is None:
             return (0, 0), range(0)
@@ -322,7 +300,6 @@ class PostNormFamily:
         return (number, count), range(1, layers, every)
 
     def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:
-        """Return the head of the masked language model in config.json."""
         sizes = self.read_sizes(config)
         return MaskedLMLayout(
             self.masked_lm,
@@ -335,7 +312,6 @@ class PostNormFamily:
         )
 
     def _read_heads(self, config: Json) -> tuple[int, int]:
-        """Return the features of a token and the number of heads."""
         names = self.fields
         hidden, heads = read_int(config, names.hidden), read_int(config, names.heads)
         check_multiple(config, names.hidden, names.heads)
@@ -354,7 +330,6 @@ class PostNormFamily:
         return _Reader(self._as_stored(read), self.read_sizes(config), read).model(head)
 
     def _as_stored(self, tensors: Container[str]) -> PostNormFamily:
-        """Return it with the names that the tensors have."""
         other = self.other_layer
         if other is None:
             return self
@@ -382,8 +357,6 @@ class PostNormFamily:
 
 
 class _Reader:
-    """Reads the parts of an encoder by their names in a checkpoint."""
-
     def __init__(self, family: PostNormFamily, sizes: EncoderSizes, read: LayerReader) -> None:
         self._family = family
         self._sizes = sizes

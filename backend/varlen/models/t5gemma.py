@@ -83,12 +83,7 @@ def _read_parts(config: Json) -> tuple[gemma.GemmaConfig, gemma.GemmaConfig]:
 
 @dataclass(frozen=True, slots=True)
 class T5GemmaConfig(declare.ConfigFields):
-    """What config.json says of a model.
-
-    Attributes:
-        parts: the encoder and the decoder.
-        has_tied_output: whether the output layer is the embedding table of the decoder.
-    """
+    """What config.json says of a model."""
 
     parts: tuple[gemma.GemmaConfig, gemma.GemmaConfig] = declare.computed(
         _read_parts, "encoder", "decoder", "vocab_size"
@@ -113,12 +108,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class T5Gemma:
-    """A T5Gemma in one dtype.
-
-    Attributes:
-        decoder: all of the decoder but `sources`.
-        sources: the attention to a source, of each layer of the decoder.
-    """
+    """A T5Gemma in one dtype."""
 
     encoder: Llama
     decoder: Llama

@@ -72,11 +72,9 @@ class Quantization:
     """How the weights of a checkpoint are quantized.
 
     Attributes:
-        method: its `quant_method`.
         blocks: outputs and inputs that share a scale, as they may be; 0 stands for all.
         bits: bits of a code; None where the tensors say it.
         zero_offset: number that is added to a stored zero point.
-        is_ordered: whether inputs have groups in an order of their own.
         floats: values beside weights that the method rounds, and this version does not.
     """
 
@@ -106,7 +104,6 @@ def read_quantization(folder: Path) -> Quantization | None:
 
 
 def _read(given: object, name: str, config: Json) -> Quantization:
-    """Return what an object says."""
     if not isinstance(given, dict):
         raise CheckpointError(f"{name} is {show(given)}; allowed: an object")
     method = given.get("quant_method")
@@ -143,7 +140,6 @@ def _read(given: object, name: str, config: Json) -> Quantization:
 
 
 def _of_words(given: Json, name: str, method: str) -> Quantization:
-    """Return what AWQ or GPTQ says, whose codes are in words of 32 bits."""
     bits, allowed = given.get("bits"), (4,) if method == "awq" else (4, 8)
     if bits not in allowed or isinstance(bits, bool):
         raise CheckpointError(
@@ -164,7 +160,6 @@ def _of_words(given: Json, name: str, method: str) -> Quantization:
 
 
 def _compressed(given: Json, name: str) -> Quantization:
-    """Return what compressed-tensors says."""
     read_choice(given, "format", _CT_FORMATS, default="dense", name=name)
     for field in ("sparsity_config", "transform_config"):
         value = given.get(field) or {}
@@ -187,7 +182,6 @@ def _compressed(given: Json, name: str) -> Quantization:
 
 
 def _blocks_of(group: Json, name: str) -> Iterator[tuple[int, int]]:
-    """Yield the outputs and inputs that share a scale in layers of a group."""
     if group.get("format"):
         read_choice(group, "format", _CT_FORMATS, default="", name=name)
     weights = group.get("weights")

@@ -85,7 +85,6 @@ def added_tokens(tokenizer: Json) -> tuple[list[str], list[str]]:
 
 
 def _adds_space(tokenizer: Json) -> bool:
-    """Return whether tokenizer.json puts a space before a text."""
     for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if part.get("type") == "ByteLevel" and part.get("add_prefix_space"):
             return True
@@ -143,9 +142,7 @@ class TokenizerSettings:
     Attributes:
         max_length: length at which the original library truncates; None if no file has it.
         chat_templates: Jinja sources that make a prompt of chat messages, by name; DEFAULT_TEMPLATE is without a name.
-        special_tokens: text of the tokens that a template may name, such as `bos_token`.
         gives_types: whether that class gives a pair token types.
-        truncation_side: side on which a text that is too long is cut.
     """
 
     max_length: int | None = None
@@ -168,7 +165,6 @@ def read_tokenizer_settings(
 
     Args:
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
-        lowercase: whether sentence-transformers asks for lowercased texts.
         reads_config: whether tokenizer_config.json counts. For StaticEmbedding it does not; there tokenizer.json has
             the limit.
 
@@ -242,7 +238,6 @@ def _truncation_side(config: Json, tokenizer: Json) -> TruncationSide:
 
 
 def _stored_limit(tokenizer: Json) -> int | None:
-    """Return the length at which tokenizer.json truncates; None if it does not."""
     cut = tokenizer.get("truncation")
     limit = cut.get("max_length") if isinstance(cut, dict) else None
     # the library refuses other values when it reads the file
@@ -299,7 +294,6 @@ def _read_chat_templates(folder: Path, config: Json) -> Mapping[str, str]:
 
 
 def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:
-    """Raise CheckpointError unless the class would normalize text as tokenizer.json does."""
     if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
         raise CheckpointError(
