@@ -26,7 +26,6 @@ from torch import Tensor
 from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
 from varlen.execution.cpu.compiled_program import Int64Array, compile_program, with_calls
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
-from varlen.execution.handoffs import Handoffs
 from varlen.execution.packing import (
     Arrays,
     PackedStep,
@@ -35,6 +34,7 @@ from varlen.execution.packing import (
     step_dims,
     tensors_of,
 )
+from varlen.execution.rank_link import Handoffs
 from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.arena import Arena, Region
 from varlen.memory.shared import map_shared, new_shared
