@@ -399,7 +399,9 @@ class _Launch:
                 self.chosen, part.found, (part.searches, part.beams, part.beams), strict=True
             ):
                 whole[step, place] = own
-            self.is_over |= bool(part.found.ends[:, 0].any())
+            if part.found.ends[:, 0].any():
+                # only ever set: other threads read it
+                self.is_over = True
 
 
 class SearchSteps:
@@ -432,8 +434,12 @@ class SearchSteps:
             return False
         rows = len(step.inputs["slots"])
         is_all = rows == len(beams["beam_slots"]) == len(searches["rows"])
-        has_more = step.is_read or step.sources or step.edits or step.draws or len(step.copies)
-        return is_all and not has_more and not _normalizes_again(step)
+        has_more = bool(
+            step.is_read or step.sources or step.edits or step.draws or len(step.copies)
+        )
+        # log probabilities that are normalized again without banned tokens are not compiled
+        has_more |= bool(searches["sizes"][2]) and len(searches["banned_rows"]) > 0
+        return is_all and not has_more
 
     def run(self, step: PackedStep, logits: Tensor) -> ChosenBeams:
         """Return what searches choose in one step, or several.
@@ -515,14 +521,12 @@ class SearchSteps:
         before = [
             *_bound(
                 "follow_beams",
-                *(
-                    state,
-                    of_beams["searches"],
-                    of_beams["beam_slots"],
-                    of_beams["given"],
-                    *of_model,
-                    copies,
-                ),
+                state,
+                of_beams["searches"],
+                of_beams["beam_slots"],
+                of_beams["given"],
+                *of_model,
+                copies,
                 block_size=self._block_size,
             ),
             *_bound("copy_blocks", self._kv_memory, copies),
@@ -535,15 +539,13 @@ class SearchSteps:
             Bound(STEP_BEAMS, best, ()),
             *_bound(
                 "advance_searches",
-                *(
-                    found,
-                    own["searches"],
-                    own["beam_slots"],
-                    own["divisors"],
-                    own["ends"],
-                    state,
-                    results,
-                ),
+                found,
+                own["searches"],
+                own["beam_slots"],
+                own["divisors"],
+                own["ends"],
+                state,
+                results,
             ),
         ]
         program = self._runner.table(inputs, step_dims(step.inputs), region, [logits])
@@ -570,11 +572,6 @@ def _arrays(step: PackedStep) -> list[npt.NDArray[Any]]:
         for name, array in group.items()
         if name != "later"
     ]
-
-
-def _normalizes_again(step: PackedStep) -> bool:
-    """Return whether log probabilities are normalized again without banned tokens."""
-    return bool(step.searches["sizes"][2]) and len(step.searches["banned_rows"]) > 0
 
 
 def _bound(name: str, *operands: Any, **attributes: Any) -> list[Bound]:
