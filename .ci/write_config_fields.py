@@ -2,10 +2,10 @@
 
 The backend ignores a field that none of them reads (docs/decisions/0014-config-fields.md). Sources are parsed, not
 imported: the script needs no dependency of a release, and runs no code of one.
-A field counts as read if its name is, in code about a configuration, an attribute, an argument, or the constant of a
-look-up (`getattr`, `get`, `pop`, `in`, subscripts). Where code looks up a name that it computes, every word of that
-function counts. A name that is counted and that nothing reads makes the backend refuse a field without need; the
-reverse would make it ignore a field that counts.
+A field counts as read if its name is, in code about a configuration, an attribute that is not called, an argument of a
+constructor, or the constant of a look-up (`getattr`, `get`, `pop`, `in`, subscripts). Where code looks up a name that
+it computes, every word of that function counts. A name that is counted and that nothing reads makes the backend refuse
+a field without need; the reverse would make it ignore a field that counts.
 """
 
 import ast
@@ -29,13 +29,20 @@ RELEASES = (
     " 5.23.0"
 ).split()
 # Parts of transformers, beside its models, that compute no hidden state and no logit of a text, and parts of quantized
-# weights, which are refused.
+# weights, which `quantization` reads or refuses.
 _OTHER_PARTS = (
-    "benchmark cli commands data exporters kernels onnx pipelines quantizers sagemaker"
-    " audio_utils convert_graph_to_onnx debug_utils feature_extraction image_processing image_transforms image_utils"
-    " keras_callbacks modelcard processing_utils testing_utils tokenization trainer training_args video_"
+    "benchmark cli commands data exporters kernels loss onnx pipelines quantizers sagemaker utils/quantization_config"
+    " audio_utils backbone_utils convert_graph_to_onnx debug_utils feature_extraction image_processing image_transforms"
+    " image_utils keras_callbacks modelcard modeling_gguf processing_utils testing_utils tokenization trainer"
+    " training_args video_"
 ).split()
+_OTHER_INTEGRATIONS = (
+    "aqlm awq bitnet bitsandbytes eetq fouroversix fp_quant ggml gguf higgs hqq integration_utils quanto spqr torchao"
+    " vptq"
+).split()
+_NOT_READ = ("models/", *_OTHER_PARTS, *(f"integrations/{name}" for name in _OTHER_INTEGRATIONS))
 _OTHER_FRAMEWORKS = ("tf", "flax")
+_CONSTRUCTORS = ("__init__", "__post_init__")
 _LOOK_UPS = ("getattr", "hasattr", "setattr")
 
 
@@ -63,8 +70,8 @@ def fields_read(sources: Path) -> dict[str, set[str]]:
     """
     shared: set[str] = set()
     for path in sources.rglob("*.py"):
-        parts = path.relative_to(sources).parts
-        if parts[0] != "models" and not parts[0].startswith(tuple(_OTHER_PARTS)):
+        part = path.relative_to(sources).as_posix()
+        if not part.startswith(_NOT_READ):
             shared |= _fields_of(path)
     found = {"shared": shared}
     for family in FAMILIES:
@@ -107,7 +114,13 @@ def _reads(node: ast.AST, *, in_config: bool) -> Iterator[str]:
     elif isinstance(node, ast.Attribute) and _is_config(node.value, in_config=in_config):
         yield node.attr
     yield from filter(None, map(_word, _keys(node, in_config=in_config)))
+    called = node.func if isinstance(node, ast.Call) else None
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.arguments) and getattr(node, "name", "") not in _CONSTRUCTORS:
+            continue
+        # what is called is a method; the configuration whose method it is may be a field
+        if child is called and isinstance(child, ast.Attribute):
+            child = child.value  # noqa: PLW2901
         yield from _reads(child, in_config=in_config)
 
 

@@ -103,7 +103,7 @@ def test_a_copy_of_the_checkpoint_has_the_tokenizer(folder, tmp_path):
         (model_bytes(model_type=2), "source.spm is not a unigram model"),
         (model_bytes(types={"▁cat": 4}), "pieces of bytes or of users, or keeps spaces"),
         (model_bytes(add_dummy_prefix=False), "pieces of bytes or of users, or keeps spaces"),
-        (model_bytes()[:-3], "source.spm is damaged: it ends inside a field"),
+        (model_bytes()[:-3], "source.spm is damaged: .*[Pp]ars"),
         (b"\xff" * 20, "source.spm is damaged"),
         (b"no model", "source.spm is damaged"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from varlen_tools import setup_server
+from varlen_tools import setup_server, unbundle
 from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.setup_server import (
     SERVER_FOLDER,
@@ -151,14 +151,14 @@ def test_the_kit_of_a_bundle_has_a_shared_library_for_a_python_without_one(tmp_p
         raise SetupError("libpython is not on this machine")
 
     monkeypatch.setattr(setup_server, "find_libpython", find_none)
-    carried = tmp_path / setup_server.CARRIED_PYTHON / setup_server._libpython_name()
+    carried = tmp_path / unbundle.CARRIED_PYTHON / setup_server.libpython_name()
 
     with pytest.raises(SetupError, match="is not on this machine"):
-        setup_server._libpython_of(tmp_path)
+        unbundle.libpython_of(tmp_path)
     carried.parent.mkdir()
     carried.touch()
 
-    assert setup_server._libpython_of(tmp_path) == carried
+    assert unbundle.libpython_of(tmp_path) == carried
 
 
 @pytest.mark.server

@@ -24,8 +24,8 @@ from typing import Annotated
 
 import typer
 
-from varlen_tools.setup_server import CARRIED_PYTHON, SERVER_FOLDER, SetupError, find_libpython
-from varlen_tools.unbundle import MANIFEST, PAYLOAD
+from varlen_tools.setup_server import SERVER_FOLDER, SetupError, find_libpython, libpython_name
+from varlen_tools.unbundle import CARRIED_PYTHON, MANIFEST, PAYLOAD
 
 # Packages that serving needs and torch does not bring, and the client. Where llvmlite is missing, plain torch runs the
 # ops; where grpcio is, our client does not.
@@ -56,7 +56,7 @@ _LEFT_OUT = (
     ),
     *("numpy/random/_examples/*", "numpy/doc/*", "numpy/core/_simd.*", "*.h", "*.pxd", "*.a"),
     *("varlen_kernels/cpu/code/*", "varlen_tools/train_demo/*", "varlen_tools/demo.py"),
-    *("varlen_tools/bundle.py", "varlen_tools/unbundle.py"),
+    "varlen_tools/bundle.py",
 )
 # Files of the server's folder that stay here: what other folders have, and the wheel's own libpython of Python 3.13.
 _SERVER_LEFT_OUT = ("wheels/*", "stamp.json", "backends/varlen", "lib/libpython3*", "*.pyc")
@@ -133,8 +133,7 @@ def _copy_server(target: Path, libpython: Path) -> None:
     for soname, hashed in _OF_PERF_ANALYZER.items():
         (found,) = (SERVER_FOLDER / "lib").glob(hashed)
         (target / "lib-perf_analyzer" / soname).symlink_to(Path("..", "lib", found.name))
-    name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
-    _copy(libpython.resolve(), target / CARRIED_PYTHON / name)
+    _copy(libpython.resolve(), target / CARRIED_PYTHON / libpython_name())
 
 
 def _copy_packages(packages: Sequence[str], target: Path) -> None:

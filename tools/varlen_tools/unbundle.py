@@ -30,7 +30,9 @@ MANIFEST, PAYLOAD = "manifest.json", "payload.tar.xz"
 _MOST_BYTES, _MOST_FILES, _MOST_MANIFEST_BYTES = 1 << 30, 20_000, 1 << 16
 _CHUNK_BYTES = 1 << 20
 # Runs in the new environment: links its Python's shared library and writes the commands.
-_CONNECT = "from varlen_tools.setup_server import connect; connect()"
+_CONNECT = "from varlen_tools.unbundle import connect; connect()"
+# Folder of the server with a libpython for machines that have none.
+CARRIED_PYTHON = "carried-python"
 
 
 class BundleError(Exception):
@@ -195,6 +197,41 @@ def _package_folders() -> list[str]:
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     folders = [*of_torch, paths["purelib"], paths["platlib"], *site.getsitepackages(), *user]
     return [each for each in dict.fromkeys(folders) if os.path.isdir(each)]  # noqa: PTH112  # texts, not paths
+
+
+def connect() -> None:
+    """Connect the server of the bundle with this Python, or exit with the reason.
+
+    It has the server's files, and neither its links to this Python nor its commands.
+    """
+    from varlen_tools import setup_server as server
+
+    kit = server.SERVER_FOLDER
+    try:
+        server.check_here()
+        server.link_libpython(kit, libpython_of(kit))
+        server.check_runs(kit)
+        (kit / "stamp.json").write_text(server.stamp())
+        server.assemble()
+    except server.SetupError as error:
+        raise SystemExit(str(error)) from None
+
+
+def libpython_of(kit: Path) -> Path:
+    """Return the shared library of this Python, or the one that came with the server.
+
+    Raises:
+        SetupError: there is neither.
+    """
+    from varlen_tools import setup_server as server
+
+    try:
+        return server.find_libpython()
+    except server.SetupError:
+        carried = kit / CARRIED_PYTHON / server.libpython_name()
+        if not carried.is_file():
+            raise
+        return carried
 
 
 def main() -> None:

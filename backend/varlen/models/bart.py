@@ -80,7 +80,6 @@ class Bart:
     """A BART or a relative in one dtype.
 
     Attributes:
-        source_embedding, target_embedding: embeddings of the encoder and the decoder.
         encoder_norm, decoder_norm: norms after the last layer, if norms are before sublayers.
         attention_heads: heads of the decoder's layers, in both kinds of attention.
     """
@@ -163,7 +162,6 @@ class Options:
     Attributes:
         is_pre_norm: whether norms are before sublayers, with one more after the last.
         activation: default activation, by transformers' name.
-        scales_embedding: default of that field in config.json.
     """
 
     head: str
@@ -214,11 +212,7 @@ OPTIONS: Mapping[str, Options] = {
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """The sizes of the encoder or of the decoder.
-
-    Attributes:
-        inner: features inside a feed-forward part.
-    """
+    """The sizes of the encoder or of the decoder."""
 
     num_layers: int
     heads: AttentionHeads
@@ -288,8 +282,6 @@ class BartConfig(declare.ConfigFields):
         sources, targets: sizes of the vocabularies.
         positions: longest source, and longest target, in tokens.
         first_position: number of the first position where they are computed.
-        shares_tables: whether encoder and decoder have one vocabulary.
-        is_tied: whether the output matrix is the embedding table.
     """
 
     options: Options = declare.computed(_read_options, *_ALIASES)
@@ -371,8 +363,6 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
 
 
 class _BartReader:
-    """Reads the parts of the model by their names in a checkpoint."""
-
     def __init__(self, config: BartConfig, read: LayerReader) -> None:
         self._config = config
         self._read = read

@@ -88,13 +88,11 @@ class Checkpoint(SentenceSettings):
     Attributes:
         weights_folder: the folder in it with its weights and its tokenizer, mostly itself.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
-        ignored: fields of config.json that are left out.
         quantization: method and sizes of its quantized weights; None if they are not.
         adapter: the adapter for a task that is merged into its weights; None for none.
         task: the task of its modules, else the task of its head.
         router: its routes, if queries of `sparse_embed` are looked up.
         longest_query: longest query that is looked up, in tokens; None where no file has it.
-        masked_lm: the head of a masked language model, None if it has none.
         extraction: settings of `extract`, if it is a model of GLiNER or GLiNER2.
         m3: its heads for terms and for tokens, if it is like bge-m3.
         vocab_size: token ids of texts are below this.
@@ -102,15 +100,10 @@ class Checkpoint(SentenceSettings):
         has_second_type: whether its model has more than one type of token.
         has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
             tokenizer gives it.
-        truncation_side: side on which its tokenizer cuts texts that are too long.
-        labels: outputs of the classification head, none without one.
         uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
-        eos_token_ids: the tokens that end a generated sequence.
-        chat_templates: Jinja sources that make a prompt of chat messages, by name.
-        special_tokens: text of the tokens that the template may name, such as `bos_token`.
         translate: token ids of targets and defaults of beam search, if it has an encoder and a decoder.
     """
 
@@ -386,7 +379,6 @@ class Checkpoint(SentenceSettings):
             self.check_task(each)
 
     def _has_m3(self, task: Task) -> bool:
-        """Whether a head of bge-m3 serves a task."""
         heads = self.m3
         if heads is None:
             return False
@@ -395,7 +387,6 @@ class Checkpoint(SentenceSettings):
         )
 
     def _check_late(self, task: Task, family: Family[object]) -> None:
-        """Raise CheckpointError unless a vector for each token is what the task needs."""
         if self.late is None:
             if task == "token_embed" and not self._has_m3(task):
                 raise CheckpointError(
@@ -419,7 +410,6 @@ class Checkpoint(SentenceSettings):
             )
 
     def _check_extraction(self, task: Task) -> None:
-        """Raise CheckpointError unless spans for labels are what the task needs."""
         if (task == "extract") == (self.extraction is not None):
             return
         if self.extraction is None:
@@ -448,7 +438,6 @@ class _Model:
         body: folder of config.json, the weights and the tokenizer.
         given: config.json as it is; empty for static embeddings, whose configuration varlen makes.
         config: config.json in the form that families read.
-        is_static: whether it has only embeddings of tokens.
     """
 
     folder: Path
@@ -493,7 +482,6 @@ class _Model:
 
 
 def _read_sentence(model: _Model) -> SentenceSettings:
-    """Return the settings of the steps around the transformer."""
     family, config = model.family, model.config
     sentence = read_sentence_settings(
         model.folder,
@@ -527,7 +515,6 @@ def _read_tokenizers(model: _Model, *, lowercase: bool) -> tuple[TokenizerSettin
 def _with_logit_score(
     sentence: SentenceSettings, model: _Model, rerank_form: RerankForm, template: str | None
 ) -> SentenceSettings:
-    """Return the settings with the score of two logits, if a reranker has one."""
     if sentence.logit_score is None:
         found = find_logit_score(model.folder, rerank_form, model.architecture, template)
         sentence = replace(sentence, logit_score=found)
@@ -606,7 +593,6 @@ def _task(
 
 
 def _labels(config: Json, sentence: SentenceSettings, head_task: Task) -> Labels:
-    """Return the labels of a head; none for a head without any."""
     # a score has one label, whatever config.json says of classifiers, and an answer a beginning and an end
     if sentence.logit_score is not None:
         config = {"num_labels": 1}

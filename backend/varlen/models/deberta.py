@@ -28,7 +28,13 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, MaskedLMLayout, MaskedLMNames
+from varlen.models.checkpoint.family import (
+    Family,
+    HeadConfig,
+    MaskedLMLayout,
+    MaskedLMNames,
+    encoder_classes,
+)
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -84,8 +90,6 @@ class Deberta:
 
     Attributes:
         position_table: `[positions, features]`.
-        projection: projection from the features of the tables to the features of the layers, if there is one.
-        convolution: beside the first layer, if there is one.
         scale: multiplies the scores.
     """
 
@@ -249,14 +253,10 @@ class DebertaConfig(declare.ConfigFields):
 
     Attributes:
         embedding: features of the tables; there is a projection if they are not `hidden`.
-        positions: longest sequence.
-        has_position_table: whether embeddings of positions are added to embeddings of tokens.
         terms: terms that are added to scores by distance.
         max_distance: distances from there on are alike.
         buckets: near distances have a row each, and farther ones share rows, by their logarithm; 0: all have one.
         shares_projections: whether distances are projected by the layers of tokens.
-        has_distance_norm: whether the embeddings of distances are normalized.
-        scale: multiplies the scores.
         window: tokens of a window of the convolution; 0: it has none.
         classifier_activation: between the two layers of a classifier of sequences.
     """
@@ -328,8 +328,6 @@ def distance_rows(config: DebertaConfig) -> Tensor:
 
 
 class _Reader:
-    """Reads the parts of a DeBERTa by their names in a checkpoint."""
-
     def __init__(self, read: LayerReader, config: DebertaConfig) -> None:
         self._read = read
         self._config = config
@@ -517,23 +515,11 @@ _LATER_FIELDS = frozenset(
     "attention_head_size conv_act conv_kernel_size norm_rel_ebd position_buckets share_att_key".split()
 )
 
+_ARCHITECTURES, _HEAD_CLASSES = encoder_classes("DebertaV2")
 FAMILY = Family(
     names_layers=True,
-    architectures={
-        "DebertaV2Model": "embed",
-        "DebertaV2ForMaskedLM": "embed",
-        "DebertaV2ForSequenceClassification": "classify",
-        "DebertaV2ForTokenClassification": "token_classify",
-        "DebertaV2ForQuestionAnswering": "question_answer",
-    },
-    heads={
-        "classify": "DebertaV2ForSequenceClassification",
-        "rerank": "DebertaV2ForSequenceClassification",
-        "token_classify": "DebertaV2ForTokenClassification",
-        "question_answer": "DebertaV2ForQuestionAnswering",
-        "sparse_embed": "DebertaV2ForMaskedLM",
-        "fill_mask": "DebertaV2ForMaskedLM",
-    },
+    architectures=_ARCHITECTURES,
+    heads=_HEAD_CLASSES,
     fields=kind_fields.ENCODER.plus(
         DebertaConfig.names() | _MASKED_LM_FIELDS, (), {**_FIXED, "conv_groups": 1}
     ),
@@ -550,10 +536,11 @@ FAMILY = Family(
     may_have_unattended_tokens=False,
 )
 
+_FIRST_ARCHITECTURES, _FIRST_HEAD_CLASSES = encoder_classes("Deberta")
 FIRST_FAMILY = replace(
     FAMILY,
-    architectures={name.replace("V2", ""): task for name, task in FAMILY.architectures.items()},
-    heads={task: name.replace("V2", "") for task, name in FAMILY.heads.items()},
+    architectures=_FIRST_ARCHITECTURES,
+    heads=_FIRST_HEAD_CLASSES,
     fields=kind_fields.ENCODER.plus(
         (DebertaConfig.names() | _MASKED_LM_FIELDS) - _LATER_FIELDS,
         (),

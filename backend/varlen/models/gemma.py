@@ -27,7 +27,7 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.rotary_config import (
     LayerKind,
@@ -37,7 +37,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_rotary_of_kinds,
     read_windows,
 )
-from varlen.models.llama import Llama, LlamaLayer, read_gated_mlp, read_heads
+from varlen.models.llama import Llama, LlamaLayer, read_attention, read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 from varlen.tasks import Task
 from varlen_kernels import Activation
@@ -69,8 +69,6 @@ class Options:
         fields: fields of config.json that it reads beside the common ones.
         every: the layer of this number, and each multiple, reads all tokens where config.json does not say it.
         score_cap, logit_cap: limits where config.json does not say them; None is no limit.
-        has_post_norms: whether the results of both parts of a layer are normed.
-        has_head_norms: whether queries and keys are normed.
     """
 
     fields: frozenset[str] = frozenset()
@@ -111,7 +109,6 @@ def _options(config: Json) -> Options:
 
 
 def _reads_all(config: Json) -> bool:
-    """Return whether tokens read later ones too."""
     return _BOTH_WAYS in _options(config).fields and read_flag(config, _BOTH_WAYS, default=False)
 
 
@@ -166,10 +163,7 @@ class GemmaConfig(declare.ConfigFields):
     Attributes:
         windows: window of each layer: number of last tokens that a token reads; where tokens read later ones too,
             those at a smaller distance. 0 is all.
-        score_scale: factor of the scores of attention.
         score_cap, logit_cap: limits of these scores and of logits; 0 is none.
-        has_attention_bias: whether linear layers before and after the attention have a bias.
-        has_tied_output: whether the output layer is the embedding table.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -276,7 +270,10 @@ def _read_layer(
     read: LayerReader, config: GemmaConfig, options: Options, name: str, window: int
 ) -> LlamaLayer:
     hidden, heads, attention = config.hidden, config.heads, f"{name}.self_attn"
-    key_width, has_bias = heads.keys * heads.dim, config.has_attention_bias
+    has_bias = config.has_attention_bias
+    qkv, output = read_attention(
+        read, attention, hidden, heads, bias=has_bias, output_bias=has_bias
+    )
 
     def norm(part: str) -> Tensor:
         return read_norm(read, f"{name}.{part}_layernorm", hidden)
@@ -286,18 +283,9 @@ def _read_layer(
 
     return LlamaLayer(
         attention_norm=norm(options.attention_norms[0]),
-        qkv=read.linear(
-            [f"{attention}.{part}_proj" for part in "qkv"],
-            hidden,
-            [heads.width, key_width, key_width],
-            bias=has_bias,
-            split="outputs",
-            units=[heads.queries, heads.keys, heads.keys],
-        ),
+        qkv=qkv,
         head_norms=(head_norm("q"), head_norm("k")) if options.has_head_norms else None,
-        attention_output=read.linear(
-            [f"{attention}.o_proj"], heads.width, [hidden], bias=has_bias, split="inputs"
-        ),
+        attention_output=output,
         attention_post_norm=norm(options.attention_norms[1]) if options.has_post_norms else None,
         mlp_norm=norm("pre_feedforward" if options.has_post_norms else "post_attention"),
         mlp=read_gated_mlp(read, f"{name}.mlp", (hidden, config.inner)),
@@ -354,7 +342,13 @@ def text_part(config: Json) -> Json:
     return {**_GEMMA3_DEFAULTS, **text, **own, **tied, **ends, "model_type": "gemma3_text"}
 
 
-def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) -> Family[Llama]:
+def _family(
+    model_type: str,
+    name: str,
+    classifiers: tuple[Task, ...] = CLASSIFIERS,
+    base: str | None = None,
+) -> Family[Llama]:
+    architectures, heads = decoder_classes(name, classifiers, base)
     options = OPTIONS[model_type]
     fixed: dict[str, object] = {} if _BOTH_WAYS in options.fields else {_BOTH_WAYS: False}
     if model_type == "gemma3_text":
@@ -362,11 +356,7 @@ def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) ->
         fixed[_SCORE_CAP] = None
     other = {"hidden_act", "hidden_activation"} - {options.activation_field}
     return Family(
-        architectures={
-            f"{name}ForCausalLM": "generate",
-            base: "embed",
-            **{heads[task]: task for task in heads if task in ("classify", "token_classify")},
-        },
+        architectures=architectures,
         heads=heads,
         fields=kind_fields.DECODER.plus(
             GemmaConfig.names() | options.fields | {options.activation_field},
@@ -387,29 +377,8 @@ def _family(name: str, model_type: str, heads: Mapping[Task, str], base: str) ->
     )
 
 
-def _heads(name: str, sequences: str, tokens: str | None) -> dict[Task, str]:
-    heads: dict[Task, str] = {
-        "generate": f"{name}ForCausalLM",
-        "classify": sequences,
-        "rerank": sequences,
-    }
-    return heads | ({} if tokens is None else {"token_classify": tokens})
-
-
 FAMILIES: Mapping[str, Family[Llama]] = {
-    **{
-        name.lower(): _family(
-            name,
-            name.lower(),
-            _heads(name, f"{name}ForSequenceClassification", f"{name}ForTokenClassification"),
-            f"{name}Model",
-        )
-        for name in ("Gemma", "Gemma2")
-    },
-    "gemma3_text": _family(
-        "Gemma3",
-        "gemma3_text",
-        _heads("Gemma3", "Gemma3TextForSequenceClassification", None),
-        "Gemma3TextModel",
-    ),
+    "gemma": _family("gemma", "Gemma"),
+    "gemma2": _family("gemma2", "Gemma2"),
+    "gemma3_text": _family("gemma3_text", "Gemma3", ("classify", "rerank"), "Gemma3Text"),
 }

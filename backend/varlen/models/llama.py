@@ -31,7 +31,7 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
@@ -58,12 +58,10 @@ class Options:
     Attributes:
         fields: fields of config.json that it reads beside the common ones.
         has_qkv_bias: whether queries, keys and values always have a bias.
-        has_head_norms: whether queries and keys are normed.
         head_dim: features of a head where config.json does not say them; None derives them.
         window: last tokens that a token reads where config.json does not say it; None is all.
         norm_eps: added to the mean square of norms where config.json does not say it.
         theta: base of rotary positions where config.json does not say it.
-        head_norm_names: names of the norms of queries and keys, if they are normed.
         are_head_norms_last: whether these norms follow rotary positions.
         is_fused: whether a file has one matrix for queries, keys and values, and one for gates and what they multiply.
         has_partial_rotary: whether config.json may let some features of a head rotate, or have longrope.
@@ -127,7 +125,6 @@ _POOLINGS: Mapping[str, Literal["cls", "mean", "last"]] = {
 
 
 def _read_pooling(config: Json) -> Literal["cls", "mean", "last"] | None:
-    """Return the pooling of a sequence in config.json, None if it has none."""
     if config.get("sequence_pooling") is None:
         return None
     return read_choice(config, "sequence_pooling", _POOLINGS, default="avg")
@@ -180,7 +177,6 @@ def _read_rotary(config: Json) -> RotaryConfig:
 
 
 def _read_windows(config: Json) -> tuple[int, ...]:
-    """Return the window of each layer; 0 where it holds every sequence that is served."""
     options, positions = OPTIONS[config["model_type"]], _read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
@@ -207,7 +203,6 @@ def _read_windows(config: Json) -> tuple[int, ...]:
 
 
 def _read_window(config: Json, options: Options) -> int | None:
-    """Return the last tokens that layers with a window read; None without a window."""
     if "sliding_window" not in options.fields:
         return None
     is_switch_known = "use_sliding_window" in options.fields
@@ -225,12 +220,7 @@ class LlamaConfig(declare.ConfigFields):
         width: features of a token in the layers.
         hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
-        has_qkv_bias, has_output_bias: whether linear layers before and after the attention have a bias.
-        has_mlp_bias: whether linear layers of the feed-forward part have one.
-        has_head_norms: whether queries and keys are normed.
-        has_tied_output: whether the output layer is the embedding table.
         score_pooling: pooling of a sequence into the row that a classifier of sequences reads.
-        temperature: divides the outputs of a classifier.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -281,9 +271,7 @@ class LlamaLayer:
     Attributes:
         attention_norm, mlp_norm: `[hidden]`, weights of the norms before the two parts.
         attention_post_norm, mlp_post_norm: `[hidden]`, weights of the norms of their results, if these are normed.
-        qkv: query, key and value, side by side.
         head_norms: `[head_dim]` of queries and of keys, if they are normed.
-        window: number of last tokens that a token reads; 0 is all.
     """
 
     attention_norm: Tensor
@@ -304,12 +292,9 @@ class Llama:
     Attributes:
         cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`; None for a layer
             without positions.
-        projection: linear layer behind the final norm, if there is one.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
-        heads: the layers on top of it, for tasks of one step.
         score_scale: factor of the scores of attention; None is head_dim ** -0.5.
         score_cap, logit_cap: limits of the scores of attention and of logits, see `tanh`; 0 is none.
-        are_head_norms_last: whether the norms of queries and keys follow rotary positions.
     """
 
     token_table: TokenTable
@@ -480,42 +465,56 @@ def _read_layer(
 ) -> LlamaLayer:
     hidden, heads = config.width, config.heads
     attention = f"{name}.self_attn"
-    key_width = heads.keys * heads.dim
-    qkv, widths = ["q_proj", "k_proj", "v_proj"], [heads.width, key_width, key_width]
-    units = [heads.queries, heads.keys, heads.keys]
-    if options.is_fused:
-        # ranks cannot divide it
-        qkv, widths, units = ["qkv_proj"], [sum(widths)], [sum(units)]
 
     def head_norm(part: str) -> Tensor:
         return read.tensor(f"{attention}.{part}.weight", heads.dim)
 
+    first, last = options.head_norm_names
+    qkv, output = read_attention(
+        read,
+        attention,
+        hidden,
+        heads,
+        bias=config.has_qkv_bias,
+        output_bias=config.has_output_bias,
+        is_fused=options.is_fused,
+    )
     return LlamaLayer(
         attention_norm=read.tensor(f"{name}.input_layernorm.weight", hidden),
-        qkv=read.linear(
-            [f"{attention}.{part}" for part in qkv],
-            hidden,
-            widths,
-            bias=config.has_qkv_bias,
-            split="outputs",
-            units=units,
-        ),
-        head_norms=(
-            (head_norm(options.head_norm_names[0]), head_norm(options.head_norm_names[1]))
-            if config.has_head_norms
-            else None
-        ),
-        attention_output=read.linear(
-            [f"{attention}.o_proj"],
-            heads.width,
-            [hidden],
-            bias=config.has_output_bias,
-            split="inputs",
-        ),
+        qkv=qkv,
+        head_norms=(head_norm(first), head_norm(last)) if config.has_head_norms else None,
+        attention_output=output,
         mlp_norm=read.tensor(f"{name}.post_attention_layernorm.weight", hidden),
         mlp=mlp,
         window=window,
     )
+
+
+def read_attention(
+    read: LayerReader,
+    name: str,
+    hidden: int,
+    heads: AttentionHeads,
+    *,
+    bias: bool,
+    output_bias: bool,
+    is_fused: bool = False,
+) -> tuple[Linear, Linear]:
+    """Return the layers of queries, keys and values, and of the attention's output.
+
+    Args:
+        hidden: features of a token.
+    """
+    key_width = heads.keys * heads.dim
+    parts, widths = ["q_proj", "k_proj", "v_proj"], [heads.width, key_width, key_width]
+    units = [heads.queries, heads.keys, heads.keys]
+    if is_fused:
+        # ranks cannot divide it
+        parts, widths, units = ["qkv_proj"], [sum(widths)], [sum(units)]
+    names = [f"{name}.{part}" for part in parts]
+    qkv = read.linear(names, hidden, widths, bias=bias, split="outputs", units=units)
+    output = [f"{name}.o_proj"]
+    return qkv, read.linear(output, heads.width, [hidden], bias=output_bias, split="inputs")
 
 
 def make_family(
@@ -526,7 +525,7 @@ def make_family(
     read_sizes: Callable[[Json], LlamaConfig] = LlamaConfig.read,
     load: Callable[[LayerReader, Json, HeadConfig], Llama] = load,
     fields: Collection[str] = (),
-    classifiers: tuple[Task, ...] = ("classify", "token_classify"),
+    classifiers: tuple[Task, ...] = CLASSIFIERS,
 ) -> Family[Llama]:
     """Return the family of a relative.
 
@@ -534,27 +533,13 @@ def make_family(
         model_type: its name in `OPTIONS`.
         fields: more fields of config.json than `LlamaConfig` and its options have, which it reads.
     """
-    generator, sequences, tokens = (
-        f"{name}For{head}" for head in ("CausalLM", "SequenceClassification", "TokenClassification")
-    )
-    classes: dict[Task, str] = {"classify": sequences, "token_classify": tokens}
-    heads: dict[Task, str] = {"generate": generator, "classify": sequences, "rerank": sequences}
-    heads["token_classify"] = tokens
+    architectures, heads = decoder_classes(name, classifiers)
     options = OPTIONS[model_type]
     read = LlamaConfig.names() | options.fields | {*fields}
     fixed = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
     return Family(
-        architectures={
-            generator: "generate",
-            f"{name}Model": "embed",
-            **{classes[task]: task for task in classes if task in classifiers},
-        },
-        heads={
-            task: architecture
-            for task, architecture in heads.items()
-            if task == "generate"
-            or (task in classifiers or (task == "rerank" and "classify" in classifiers))
-        },
+        architectures=architectures,
+        heads=heads,
         fields=kind_fields.DECODER.plus(
             read | _OF_FIRST_RELEASES,
             # another order of the same sums

@@ -199,23 +199,15 @@ def _with_base(config: Json) -> Json:
     return {**config, "rope_theta": None, name: own}
 
 
-def _read_hunyuan(config: Json) -> llama.LlamaConfig:
-    return llama.LlamaConfig.read(_with_base(config))
-
-
-def _load_hunyuan(read: LayerReader, fields: Json, head: HeadConfig) -> llama.Llama:
-    return llama.load(read, _with_base(fields), head)
-
-
 _HUNYUAN = llama.make_family(
     "HunYuanDenseV1",
     "hunyuan_v1_dense",
     "PreTrainedTokenizerFast",
-    read_sizes=_read_hunyuan,
-    load=_load_hunyuan,
+    read_sizes=lambda config: llama.LlamaConfig.read(_with_base(config)),
+    load=lambda read, fields, head: llama.load(read, _with_base(fields), head),
     # a token of training
     fields=("eod_token_id",),
-    classifiers=("classify",),
+    classifiers=("classify", "rerank"),
 )
 
 
@@ -307,11 +299,7 @@ class _ExpertsConfig(declare.ConfigFields):
 
     Attributes:
         experts: experts of a layer; 0 for none.
-        count: experts of a token.
-        inner: features between the two linear layers of an expert.
-        normalizes: whether the weights of a token's experts add up to 1.
         step: one layer of as many has experts, the last of them.
-        dense: numbers of more layers without experts.
     """
 
     hidden: int = declare.size("hidden_size")

@@ -74,7 +74,6 @@ class ModernBertConfig(declare.ConfigFields):
 
     Attributes:
         window: tokens of layers with sliding attention read those at a smaller distance.
-        classifier_pooling: pooling of a sequence into the classifier's row.
     """
 
     heads: int = declare.computed(_read_heads, "num_attention_heads")

@@ -18,7 +18,7 @@ from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, read_layers
-from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.family import Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import (
     LayerKind,
@@ -81,8 +81,6 @@ class OlmoConfig(declare.ConfigFields):
 
     Attributes:
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
-        has_attention_bias: whether linear layers before and after the attention have a bias.
-        has_tied_output: whether the output layer is the embedding table.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -111,7 +109,6 @@ class OlmoLayer:
     Attributes:
         query_norm, key_norm: weights of the norms of all queries and of all keys of a token.
         attention_norm, mlp_norm: `[hidden]`, weights of the norms of the results of both parts.
-        window: number of last tokens that a token reads; 0 is all.
     """
 
     query: Linear
@@ -133,7 +130,6 @@ class Olmo:
     Attributes:
         cos_sin: `[positions, head_dim]` fp32 of each layer, see `varlen_kernels.reference.rotary`.
         output: `[hidden, vocabulary]`; None where the checkpoint has no output layer.
-        heads: the layers on top of it, for tasks of one step.
     """
 
     token_table: TokenTable
@@ -233,15 +229,11 @@ def _read_layer(read: LayerReader, config: OlmoConfig, name: str, window: int) -
 
 
 def _family(name: str) -> Family[Olmo]:
-    sequences = f"{name}ForSequenceClassification"
+    architectures, heads = decoder_classes(name, ("classify", "rerank"))
     own = _WINDOW_FIELDS if name == "Olmo3" else frozenset[str]()
     return Family(
-        architectures={
-            f"{name}ForCausalLM": "generate",
-            f"{name}Model": "embed",
-            sequences: "classify",
-        },
-        heads={"generate": f"{name}ForCausalLM", "classify": sequences, "rerank": sequences},
+        architectures=architectures,
+        heads=heads,
         fields=kind_fields.DECODER.plus(
             OlmoConfig.names() | own,
             # another order of the same sums

@@ -168,13 +168,8 @@ class EncoderSizes:
     Attributes:
         first_position: row of the first token in the position table. Above 0, the row before it belongs to the padding
             token, whose id is the number of that row.
-        inner: features between the two linear layers of a feed-forward part.
-        heads: head layout of each layer.
-        vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
         rotary: the rotary positions; None with a position table.
-        activation: between the two linear layers.
-        norm_eps: added to the variance.
         experts: experts of a layer, and experts of a token.
     """
 
@@ -215,12 +210,9 @@ class PostNormFamily:
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
         default_theta: base of rotary positions, for a family without a position table.
         pretraining: prefixes of the tensors of heads for pretraining.
-        masked_lm: the head of its masked language models.
         more_architectures: classes with only the encoder, or with a head that is not served.
-        experts: the experts of some layers; None without any.
         has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
         harmless, fixed: fields beside those that all families share.
-        tokenizer_class: default of transformers, if tokenizer_config.json names none.
     """
 
     class_name: str
@@ -309,7 +301,6 @@ class PostNormFamily:
         )
 
     def _read_experts(self, config: Json, layers: int) -> tuple[tuple[int, int], range]:
-        """Return the experts of a layer and of a token, and the layers with experts."""
         names = self.experts
         if names is None:
             return (0, 0), range(0)
@@ -322,7 +313,6 @@ class PostNormFamily:
         return (number, count), range(1, layers, every)
 
     def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:
-        """Return the head of the masked language model in config.json."""
         sizes = self.read_sizes(config)
         return MaskedLMLayout(
             self.masked_lm,
@@ -335,7 +325,6 @@ class PostNormFamily:
         )
 
     def _read_heads(self, config: Json) -> tuple[int, int]:
-        """Return the features of a token and the number of heads."""
         names = self.fields
         hidden, heads = read_int(config, names.hidden), read_int(config, names.heads)
         check_multiple(config, names.hidden, names.heads)
@@ -354,7 +343,6 @@ class PostNormFamily:
         return _Reader(self._as_stored(read), self.read_sizes(config), read).model(head)
 
     def _as_stored(self, tensors: Container[str]) -> PostNormFamily:
-        """Return it with the names that the tensors have."""
         other = self.other_layer
         if other is None:
             return self
@@ -382,8 +370,6 @@ class PostNormFamily:
 
 
 class _Reader:
-    """Reads the parts of an encoder by their names in a checkpoint."""
-
     def __init__(self, family: PostNormFamily, sizes: EncoderSizes, read: LayerReader) -> None:
         self._family = family
         self._sizes = sizes

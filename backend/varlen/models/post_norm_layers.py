@@ -68,7 +68,6 @@ class PostNormEncoder:
         position_table, type_table: `[rows, features]`; position 0 is the first row. A family without token types has
             one type, of zeros; a family with other positions has no position table.
         cos_sin: `[positions, head features]` fp32, rotary positions.
-        projection: projection from the features of the tables to the features of the layers, if there is one.
         layers: a shared layer occurs several times.
         distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
     """
@@ -110,7 +109,6 @@ class PostNormEncoder:
     def _record_embedding(
         self, ops: Recorder, second: Value, types: Value, tables: tuple[Tensor, Tensor]
     ) -> Value:
-        """Record the norm of the sum of three embeddings."""
         norm, token_ids = self.embedding_norm, inputs.token_ids(ops)
         if self.token_table.rank != ALONE:
             others = ops.embed(second, tables[0], types, tables[1])

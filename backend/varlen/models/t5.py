@@ -47,7 +47,6 @@ class T5Encoder:
 
     Attributes:
         bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        norm: norm after the last layer.
     """
 
     token_table: TokenTable
@@ -141,7 +140,6 @@ _FEED_FORWARD = {"t5": "relu", "mt5": "gated-gelu"}
 
 
 def _read_feed_forward(config: Json) -> tuple[Activation, bool]:
-    """Return the activation of the feed-forward parts, and whether they have a gate."""
     kind = config.get("feed_forward_proj", _FEED_FORWARD[config["model_type"]])
     name = str(kind).removeprefix("gated-")
     is_gated = name != kind
@@ -268,8 +266,6 @@ def load_encoder(read: LayerReader, fields: Json, head: HeadConfig) -> T5Encoder
 
 
 class _T5Reader:
-    """Reads the parts of the model by their names in a checkpoint."""
-
     def __init__(self, config: T5Config, read: LayerReader) -> None:
         self._config = config
         self._read = read

@@ -83,12 +83,7 @@ def _read_parts(config: Json) -> tuple[gemma.GemmaConfig, gemma.GemmaConfig]:
 
 @dataclass(frozen=True, slots=True)
 class T5GemmaConfig(declare.ConfigFields):
-    """What config.json says of a model.
-
-    Attributes:
-        parts: the encoder and the decoder.
-        has_tied_output: whether the output layer is the embedding table of the decoder.
-    """
+    """What config.json says of a model."""
 
     parts: tuple[gemma.GemmaConfig, gemma.GemmaConfig] = declare.computed(
         _read_parts, "encoder", "decoder", "vocab_size"

@@ -2,7 +2,7 @@
 
 They are the products of a decode step with its norms, positions, append, activations, sums and choice. A step reads
 each weight once, so a kernel takes as long as its weights. One program owns some features of all rows and reads their
-weights, `[features, hidden]` in memory, as one stream. Up to 4 rows run on CUDA cores, more on tensor cores.
+weights, `[features, hidden]` in memory, as one stream. One row runs on CUDA cores, more on tensor cores.
 
 A norm is applied behind the product, which needs the weighted inputs only: the sums of a row and of its squares come
 from the same pass. What an epilogue combines, such as the halves that a rotation turns or a gate and its factor, are
@@ -31,11 +31,9 @@ from varlen_kernels.triton.kv_blocks import check_caches, for_cache
 
 MOST_ROWS = 64
 # Rows of a program: the first number that is not less than the rows of the step.
-_ROWS = (1, 4, 16, 64)
-# Most rows on CUDA cores.
-_CORE_ROWS = tl.constexpr(4)
+_ROWS = (1, 16, 64)
 # Bytes of a tile of weights on CUDA cores, by rows of a program; on tensor cores weights of 16 bits of each feature.
-_TILES = {1: 16384, 4: 4096, 16: 256, 64: 128}
+_TILES = {1: 16384, 16: 256, 64: 128}
 # Most bytes of the weights of a feature in a tile.
 _WIDEST = 2048
 # Programs that fill a large GPU. Programs own fewer features where that leaves some idle.
@@ -67,7 +65,7 @@ def _request(
     # int64: features * HIDDEN may pass 2**31
     weight_ptr += tl.where(is_feature, feature, 0).to(tl.int64) * HIDDEN
     tile = is_feature
-    if ROWS <= _CORE_ROWS:
+    if ROWS == 1:
         col = tl.arange(0, BLOCK)[None, :]
         inside = is_feature[:, None] & (col < HIDDEN)
         tile = tl.load(weight_ptr[:, None] + col, mask=inside, other=0.0)
@@ -113,7 +111,7 @@ def _product(
     # of x and of its squares
     total = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    if ROWS <= _CORE_ROWS:
+    if ROWS == 1:
         for first in range(0, HIDDEN, BLOCK):
             inside = first + col < HIDDEN
             at = row_ptr[:, None] + (first + col)[None, :]
@@ -603,7 +601,7 @@ def _settings(
 def _tile(rows: int, features: int, hidden: int, item: int) -> dict[str, Any]:
     """Return the tile of a program and how it is compiled."""
     most = next(each for each in _ROWS if each >= rows)
-    on_cores = most <= _CORE_ROWS.value
+    on_cores = most == 1
     # a start of a program takes longer than 4 features of a small model
     fewest, widest = (4 if features > _PROGRAMS else 16, 16) if on_cores else (16, 64)
     filling = 1 << (max(features // _PROGRAMS, 1).bit_length() - 1)

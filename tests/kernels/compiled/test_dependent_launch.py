@@ -88,7 +88,7 @@ def test_weights_and_nothing_else_are_requested_before_the_wait(op, rows):
     (compilation,) = compiled
     before, after = cuobjdump(compilation, "--dump-sass").split("ACQBULK")
     # into registers, 128 bits at a time, or lines into the L2 cache
-    request = "LDG.E.128" if rows <= 4 else "CCTL.E.PF2"
+    request = "LDG.E.128" if rows == 1 else "CCTL.E.PF2"
     found = [request for _ in re.findall(rf"\b{re.escape(request)}", before)]
     assert found == re.findall(r"\b(?:LDG|STG|LDGSTS|ATOMG?|RED|CCTL|EXIT)\b[.\w]*", before)
     assert found

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import model_config_pb2
 
 from varlen.config import DType, EngineConfig
 from varlen.execution.device import choose_device, choose_dtype, usable_cores
 from varlen_tools.adopt.wish import AdoptError
 from varlen_tools.doctor.comparison import short_dtype
+from varlen_tools.make_tokenizer import read_message
 from varlen_tools.model_source import read_model_config
 
 ONNX_BACKEND = "onnxruntime"
@@ -111,14 +109,14 @@ def _write_stand_in(model: Path, target: Path, config: model_config_pb2.ModelCon
 _THREADS = "intra_op_thread_count"
 # The part of onnx.proto that names the dtype of each weight; the package onnx may be absent.
 _ONNX = """
-name: "onnx_weights.proto" package: "onnx_weights"
+name: "weights.proto"
 message_type { name: "Model"
-  field { name: "graph" number: 7 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Graph" } }
+  field { name: "graph" number: 7 type: TYPE_MESSAGE type_name: "Graph" } }
 message_type { name: "Graph"
   field { name: "initializer" number: 5 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Tensor" } }
 message_type { name: "Tensor"
   field { name: "dims" number: 1 label: LABEL_REPEATED type: TYPE_INT64 }
-  field { name: "data_type" number: 2 label: LABEL_OPTIONAL type: TYPE_INT32 } }
+  field { name: "data_type" number: 2 type: TYPE_INT32 } }
 """
 _ONNX_DTYPES: Mapping[int, DType] = {
     1: "fp32",
@@ -196,9 +194,7 @@ def _onnx_dtype(model: Path) -> DType | None:
 
 def weights_dtype(file: bytes) -> DType | None:
     """Return the dtype of most weights of an ONNX file; None if it has none."""
-    pool = DescriptorPool()
-    pool.Add(text_format.Parse(_ONNX, FileDescriptorProto()))
-    model = GetMessageClass(pool.FindMessageTypeByName("onnx_weights.Model")).FromString(file)
+    model = read_message(_ONNX, "Model", file)
     counts: Counter[DType] = Counter()
     for tensor in model.graph.initializer:
         # other types are of shapes and indices

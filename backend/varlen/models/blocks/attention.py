@@ -90,8 +90,6 @@ class PackedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _KvCaches:
-    """The KV caches of all layers."""
-
     num_blocks: int
     block_size: int
     dtype: torch.dtype

@@ -83,13 +83,7 @@ class LabelLayer:
 
 @dataclass(frozen=True, slots=True)
 class LabelMixer:
-    """Layers that let the labels of an instance read each other.
-
-    Attributes:
-        into: projection of their features.
-        layers: layers with attention over these labels.
-        joined: projection of both kinds of features.
-    """
+    """Layers that let the labels of an instance read each other."""
 
     into: Linear
     layers: tuple[LabelLayer, ...]
@@ -141,7 +135,6 @@ class CountedLabels:
 
 
 def _instances(ops: Recorder) -> tuple[Value, Value]:
-    """Return the bounds of the labels of instances, and their numbers."""
     return inputs.cu_instances(ops), inputs.instance_numbers(ops)
 
 
@@ -254,11 +247,7 @@ def _pairs(
 
 @dataclass(frozen=True, slots=True)
 class LabelEncoder:
-    """Reads each label apart: the mean of its tokens is its vector.
-
-    Attributes:
-        projection: projection of its features, if there is one.
-    """
+    """Reads each label apart: the mean of its tokens is its vector."""
 
     model: EncoderModel
     projection: Linear | None
@@ -275,7 +264,6 @@ class Extraction:
     """A loaded head.
 
     Attributes:
-        lstm: layers of the LSTM over words.
         labels: reads labels, if they are no tokens of the text.
     """
 

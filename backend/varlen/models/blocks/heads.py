@@ -31,13 +31,8 @@ class Heads:
 
     Attributes:
         pooling: pooling of a sequence into a classifier's row.
-        dense: the layer in front of the classifier, if there is one.
-        norm: norm after the activation, if there is one.
-        norm_eps: added to its variance.
         pools_dense: whether the outputs of the dense layer are pooled, instead of its inputs.
         classifier: `[hidden, labels]`, of sequences or of tokens; of `question_answer` beginning and end.
-        masked_lm: the head of a masked language model, for tasks that need it.
-        extraction: the head of a model that extracts spans.
     """
 
     pooling: Literal["cls", "mean", "last"] = "cls"
@@ -125,7 +120,6 @@ def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
 
 
 def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
-    """Record the layers in front of a classifier."""
     if heads.dense is None:
         return x
     x = heads.dense.record(ops, x)
@@ -143,7 +137,6 @@ def _record_vector(
     *,
     pools_prompt: bool,
 ) -> Value:
-    """Record pooling, the layers on top of it, and normalization."""
     has_spans = ops.pools_spans and pools_spans(pooling)
     of: inputs.Pooled = "pooled" if has_spans else "sequences"
     bounds = inputs.cu_pooled(ops) if has_spans else inputs.cu_seqlens(ops)
@@ -158,7 +151,6 @@ def _record_vector(
 
 
 def _record_layers(ops: Recorder, x: Value, layers: Sequence[VectorLayer]) -> Value:
-    """Record the layers of vectors in fp32."""
     for layer in layers:
         x = layer.record(ops, x)
     return x

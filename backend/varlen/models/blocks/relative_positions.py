@@ -55,7 +55,6 @@ def _slopes(heads: int) -> list[float]:
 
 
 def _bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance, which is not below 0."""
     import torch
 
     exact = buckets // 2

@@ -66,7 +66,6 @@ class LabelEncoderConfig:
     """The encoder that reads each label apart.
 
     Attributes:
-        hidden: features of its tokens.
         vocab_size: its token ids are below this.
         longest: longest label, in tokens; longer ones are cut.
     """
@@ -87,9 +86,7 @@ class ExtractionConfig:
         lstm_layers: layers of the LSTM over words; 0 for none. A bi-encoder may have them, and does not run them.
         label_mark: text of the token before each label; empty for GLiNER2, where a schema says it.
         label_token: id of that token; None if no token is before labels.
-        closing: texts between labels and words.
         reads_mark: whether the token before a label stands for it; else the one after.
-        subtoken: token that stands for a word of several.
         count_layer: layers that labels of GLiNER2 pass; None for GLiNER.
         labels: the encoder of labels; None if they are tokens before the text.
     """
@@ -280,7 +277,6 @@ def read_marks(config: Json) -> tuple[str, str]:
 
 
 def _read_width(config: Json, default: int, name: str = "config.json") -> int:
-    """Return the number of words of the longest span."""
     width = read_int(config, "max_width", default=default, name=name)
     if width > _MOST_WIDTH:
         raise CheckpointError(f"{name} has max_width {width}; allowed: up to {_MOST_WIDTH}")

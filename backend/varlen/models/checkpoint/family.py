@@ -4,7 +4,7 @@ The head of a masked language model: a dense layer, an activation and a norm mak
 a table gives a logit for each term of the vocabulary. Mostly that table is the one of the token embeddings.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -44,10 +44,7 @@ class MaskedLMLayout:
 
     Attributes:
         features: features of a row in front of the product.
-        activation: between dense layer and norm.
-        norm_eps: added to the variance.
         is_tied: whether the product reads the table of token embeddings.
-        has_dense_bias, has_norm_bias, has_bias: whether dense layer, norm and product have a bias.
     """
 
     names: MaskedLMNames
@@ -121,7 +118,6 @@ class Family(Generic[Model_co]):
     Attributes:
         architectures: default task of each architecture that is served; the first one where config.json names none.
         heads: the architecture with the head of a task; `embed` and `hidden` need none.
-        fields: the fields of config.json that it knows.
         read_sizes: returns the sizes in config.json; raises CheckpointError for a configuration that is not served.
         load: returns the model, given content of config.json; asks the reader for all of its tensors.
         is_unused: whether a tensor that `load` does not ask for changes no result, given the names of all tensors.
@@ -213,3 +209,28 @@ def encoder_classes(name: str, *more: str) -> tuple[dict[str, Task], dict[Task, 
         "question_answer": questions,
     }
     return architectures, heads
+
+
+# The tasks of the usual heads of a decoder, beside `generate`.
+CLASSIFIERS: tuple[Task, ...] = ("classify", "rerank", "token_classify")
+
+
+def decoder_classes(
+    name: str, classifiers: Collection[Task] = CLASSIFIERS, base: str | None = None
+) -> tuple[dict[str, Task], dict[Task, str]]:
+    """Return `architectures` and `heads` of a decoder with the usual classes of transformers.
+
+    Args:
+        name: the beginning of the class that generates, such as Llama of LlamaForCausalLM.
+        classifiers: the tasks of its other heads.
+        base: the beginning of its other classes; None for the same.
+    """
+    base = base or name
+    generator, sequences = f"{name}ForCausalLM", f"{base}ForSequenceClassification"
+    classes = dict(
+        zip(CLASSIFIERS, (sequences, sequences, f"{base}ForTokenClassification"), strict=True)
+    )
+    own = {task: classes[task] for task in classifiers}
+    architectures: dict[str, Task] = {generator: "generate", f"{base}Model": "embed"}
+    architectures |= {own[task]: task for task in own if task != "rerank"}
+    return architectures, {"generate": generator, **own}

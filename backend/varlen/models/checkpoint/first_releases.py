@@ -293,7 +293,6 @@ def _phi3(config: Json) -> Json:
 
 
 def _rename(config: Json, old: str, new: str) -> None:
-    """Give the classes in `architectures` their names in transformers."""
     names = config.get("architectures")
     if isinstance(names, list):
         config["architectures"] = [re.sub(f"^{old}", new, str(name)) for name in names]
@@ -317,7 +316,6 @@ def _linear_form(config: Json, scaling: Json) -> Json:
 
 
 def _check(config: Json, fixed: Mapping[str, object], *class_names: str) -> None:
-    """Raise CheckpointError for a value that is not served, or for unknown code."""
     own = {key: config[key] for key in fixed if key in config}
     check_fields(own, _FILE, known=(), fixed=fixed, remedy=REMEDY)
     mapped = config.get("auto_map") or {}

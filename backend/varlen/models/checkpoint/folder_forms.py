@@ -24,7 +24,6 @@ class _Form:
     Attributes:
         patterns: names of files; a folder of this form has one of each.
         what: content of the folder. The name of the first file follows.
-        remedy: advice for its owner.
     """
 
     patterns: tuple[str, ...]

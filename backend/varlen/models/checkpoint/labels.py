@@ -66,7 +66,6 @@ def _names(config: Json, count: int) -> tuple[str, ...]:
 
 
 def _stored_function(config: Json, name: object) -> ScoreFunction | None:
-    """Return the function that sentence-transformers has stored, if it has."""
     stored = config.get("sentence_transformers")
     name = name or (stored.get("activation_fn") if isinstance(stored, dict) else None)
     name = name or config.get("sbert_ce_default_activation_function")

@@ -193,7 +193,6 @@ def _read_expansion(transformer: Json, name: str) -> QueryExpansion | None:
 
 
 def _limited(settings: LateInteraction, name: str) -> LateInteraction:
-    """Return the settings with the length of the longest query, expanded."""
     expansion, query_length = settings.expansion, settings.query_length
     if expansion is None:
         return settings

@@ -441,7 +441,6 @@ class LayerReader(Container[str]):
         return pack_blocks(codes, scale, offset)
 
     def _new_weight(self, fan_in: int, fan_out: int, device: torch.device) -> Tensor:
-        """Return an uninitialised weight, `[in, out]`."""
         import torch
 
         shape = (fan_out, fan_in) if self.by_output else (fan_in, fan_out)
@@ -498,7 +497,6 @@ class LayerReader(Container[str]):
         return GroupLinear(copied, self._is_partial(split))
 
     def _split_bounds(self, name: str, size: int, split: Split) -> tuple[int, int]:
-        """Return the bounds of this rank's part of the features that ranks divide."""
         if split == "none" or self.rank == ALONE:
             return 0, size
         self._check(name, size)
@@ -517,7 +515,6 @@ class LayerReader(Container[str]):
     def _outputs(
         self, name: str, fan_out: int, parts: int, units: int | None
     ) -> list[tuple[int, int]]:
-        """Return the bounds of this rank's outputs in each part of a layer."""
         width = fan_out // parts
         if units is None:
             self._check(name, width)
@@ -533,7 +530,6 @@ class LayerReader(Container[str]):
             )
 
     def _vocabulary(self, tokens: int) -> tuple[int, int]:
-        """Return the bounds of this rank's tokens."""
         first, last = self.rank.bounds(tokens)
         if first == last:
             raise ConfigError(

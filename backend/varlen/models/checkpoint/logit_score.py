@@ -195,7 +195,6 @@ def _answer_tokens(folder: Path, form: PairForm) -> tuple[int, int | None]:
 
 
 def _message_format(transformer: Json) -> str:
-    """Return the form of messages that sentence_bert_config.json names."""
     modalities = transformer.get("modality_config")
     messages = modalities.get("message") if isinstance(modalities, dict) else None
     form = messages.get("format") if isinstance(messages, dict) else None

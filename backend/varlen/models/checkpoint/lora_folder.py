@@ -73,7 +73,6 @@ class StoredTensor:
 
     Attributes:
         begin: its first byte in the file.
-        dtype: dtype in safetensors' words, such as F32.
     """
 
     begin: int
@@ -108,7 +107,6 @@ class LoraFolder:
     So a later change of the folder changes no answer.
 
     Attributes:
-        factors: factors of each layer, by the name that peft has for it.
         saved: other tensors, of layers that the adapter brings whole, by their names.
         changed_at: time of the last change of the file, in nanoseconds.
     """
@@ -214,7 +212,6 @@ def read_lora_folder(folder: Path) -> LoraFolder:
 
 
 def _check_fields(config: Json) -> None:
-    """Raise CheckpointError for a field that changes answers and is not served."""
     for name, value in config.items():
         if name in _FIXED:
             if value not in _FIXED[name] and not (name == "init_lora_weights" and value is False):
@@ -248,7 +245,6 @@ def _stored(descriptor: int) -> Iterator[tuple[str, StoredTensor]]:
 def _of_layers(
     tensors: Mapping[str, StoredTensor], config: Json
 ) -> tuple[dict[str, Factors], dict[str, StoredTensor]]:
-    """Return the factors of each layer, and the tensors of layers that are saved whole."""
     firsts: dict[str, StoredTensor] = {}
     seconds: dict[str, StoredTensor] = {}
     saved: dict[str, StoredTensor] = {}
@@ -279,8 +275,6 @@ def _of_layers(
 
 
 class _Scales:
-    """The rank that each layer must have, and the factor of its product."""
-
     def __init__(self, config: Json) -> None:
         self._rank = read_int(config, "r", default=8, name=CONFIG)
         self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
@@ -305,7 +299,6 @@ class _Scales:
 
 
 def _pattern(config: Json, field: str) -> dict[str, float]:
-    """Return the numbers of a pattern by ends of layers' names."""
     found = config.get(field) or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{CONFIG} has {field} {show(found)}; allowed: an object of numbers")

@@ -72,7 +72,6 @@ class Quantization:
     """How the weights of a checkpoint are quantized.
 
     Attributes:
-        method: its `quant_method`.
         blocks: outputs and inputs that share a scale, as they may be; 0 stands for all.
         bits: bits of a code; None where the tensors say it.
         zero_offset: number that is added to a stored zero point.
@@ -106,7 +105,6 @@ def read_quantization(folder: Path) -> Quantization | None:
 
 
 def _read(given: object, name: str, config: Json) -> Quantization:
-    """Return what an object says."""
     if not isinstance(given, dict):
         raise CheckpointError(f"{name} is {show(given)}; allowed: an object")
     method = given.get("quant_method")
@@ -143,7 +141,6 @@ def _read(given: object, name: str, config: Json) -> Quantization:
 
 
 def _of_words(given: Json, name: str, method: str) -> Quantization:
-    """Return what AWQ or GPTQ says, whose codes are in words of 32 bits."""
     bits, allowed = given.get("bits"), (4,) if method == "awq" else (4, 8)
     if bits not in allowed or isinstance(bits, bool):
         raise CheckpointError(
@@ -164,7 +161,6 @@ def _of_words(given: Json, name: str, method: str) -> Quantization:
 
 
 def _compressed(given: Json, name: str) -> Quantization:
-    """Return what compressed-tensors says."""
     read_choice(given, "format", _CT_FORMATS, default="dense", name=name)
     for field in ("sparsity_config", "transform_config"):
         value = given.get(field) or {}

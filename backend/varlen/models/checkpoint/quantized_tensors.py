@@ -101,7 +101,6 @@ class QuantizedTensor:
     """A weight `[out, in]` in parts.
 
     Attributes:
-        bits: bits of a code.
         block: outputs and inputs that share a scale; weights that share one if the layout is "table".
         codes: see `Layout`.
         scale: `[out / block, in / block]`, transposed in "gptq" and "awq"; one axis in "table".
@@ -229,7 +228,6 @@ class QuantizedTensor:
         return scale.reshape(-(-self.shape[0] // self.block[0]), -1)
 
     def _zero_points(self, read: Read) -> Tensor | None:
-        """Return the zero point of each scale in fp32."""
         if self.zero is None:
             return None
         stored = read(self.zero)
@@ -245,7 +243,6 @@ class QuantizedTensor:
         return _unpack(stored + ones, self.bits).flatten(1).t().float()
 
     def _groups(self, order: Tensor) -> Tensor | None:
-        """Return the group of each input."""
         assert self.order is not None
         least, most = int(order.min()), int(order.max())
         count = -(-self.shape[1] // self.block[1])
@@ -260,7 +257,6 @@ class QuantizedTensor:
         return order.long()
 
     def _look_up(self, read: Read, out: Tensor) -> None:
-        """Write the entries of the table, times their scales."""
         import torch
 
         assert self.table is not None
@@ -342,7 +338,6 @@ class _Joiner:
         return self.left | self.joined
 
     def _words(self, name: str) -> None:
-        """Join a weight of AWQ or GPTQ."""
         module, by = name.removesuffix(".qweight"), self.by
         is_awq, bits = by.method == "awq", by.bits or 4
         codes = self._take(name, ("I32",), 2)
@@ -376,7 +371,6 @@ class _Joiner:
         )
 
     def _packed(self, name: str) -> None:
-        """Join a weight of compressed-tensors in words."""
         module = name.removesuffix("_packed")
         codes = self._take(name, ("I32",), 2)
         sizes = self._take(f"{module}_shape", ("I64", "I32"), 1)
@@ -405,7 +399,6 @@ class _Joiner:
         )
 
     def _plain(self, name: str) -> None:
-        """Join a weight whose codes are bytes, or 8-bit floats."""
         module, _, _ = name.rpartition(".")
         is_integer = self.by.method == "bitsandbytes"
         kinds = ("I8",) if is_integer else ("I8", *_FP8)
@@ -425,7 +418,6 @@ class _Joiner:
         )
 
     def _table(self, name: str) -> None:
-        """Join a weight of bitsandbytes in 4 bits."""
         module = name.partition(_STATE)[0]
         header = self._take(name, ("U8",), 1)
         if header.shape[0] > _MOST_STATE:
@@ -477,7 +469,6 @@ class _Joiner:
         self.joined[name] = replace(tensor.codes, dtype=dtype, shape=tensor.shape, quantized=tensor)
 
     def _scale(self, name: str, shape: tuple[int, int]) -> tuple[TensorHeader, tuple[int, int]]:
-        """Return the scales of a weight, and the outputs and inputs that share one."""
         scale = self._take(name, FLOATS)
         of = scale.shape
         given = (1, 1) if prod(of) == 1 else (of[0], 1) if len(of) == 1 else of

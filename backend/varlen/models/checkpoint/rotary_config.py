@@ -179,7 +179,6 @@ def read_rotary(
 
 
 def _settings(config: Json) -> tuple[str, Json]:
-    """Return the settings and the name that messages give them."""
     given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     if not given:
         return "config.json", {}
@@ -218,7 +217,6 @@ def _read_theta(config: Json, rotary: Json, name: str, default: float) -> float:
 
 
 def _read_share(config: Json, rotary: Json, name: str, dim: int) -> float:
-    """Return the part of the features of a head that rotates."""
     holder, name = (config, "config.json") if rotary.get(_SHARE) is None else (rotary, name)
     share = read_number(holder, _SHARE, default=1.0, name=name)
     rotated = int(dim * share)

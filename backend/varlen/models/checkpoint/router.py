@@ -143,7 +143,6 @@ def _modules(paths: object, types: Mapping[str, object]) -> list[tuple[str, str]
 
 
 def _default(parameters: Json, routes: Sequence[str]) -> Route:
-    """Return the default route: the first one if the file names none."""
     fixed: dict[str, object] = {"route_mappings": {}}
     check_fields(parameters, CONFIG, known=("default_route", "allow_empty_key"), fixed=fixed)
     default = parameters.get("default_route")

@@ -221,7 +221,6 @@ def read_sentence_settings(
 def _late_settings(
     folder: Path, modules: Sequence[tuple[str, str]], model: Json
 ) -> SentenceSettings:
-    """Return the settings of a model with a vector for each token."""
     paths = dict(modules)
     # the fields of PyLate are elsewhere
     more = frozenset[str]() if is_pylate(model) else TRANSFORMER_FIELDS
@@ -385,7 +384,6 @@ def _transformer_config(
 
 
 def _prompts(config: Json, last_module: str) -> tuple[Mapping[str, str], str]:
-    """Return the prompts in config_sentence_transformers.json by name, and the default one."""
     is_splade = last_module == "SpladePooling"
     kind = config.get("model_type") or "SentenceTransformer"
     allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES

@@ -49,7 +49,6 @@ class StageLayers:
 
 
 def _weights(part: object) -> Iterator[Tensor]:
-    """Yield the tensors of a layer."""
     from torch import Tensor
 
     if isinstance(part, Tensor):

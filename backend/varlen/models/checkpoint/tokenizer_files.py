@@ -85,7 +85,6 @@ def added_tokens(tokenizer: Json) -> tuple[list[str], list[str]]:
 
 
 def _adds_space(tokenizer: Json) -> bool:
-    """Return whether tokenizer.json puts a space before a text."""
     for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if part.get("type") == "ByteLevel" and part.get("add_prefix_space"):
             return True
@@ -242,7 +241,6 @@ def _truncation_side(config: Json, tokenizer: Json) -> TruncationSide:
 
 
 def _stored_limit(tokenizer: Json) -> int | None:
-    """Return the length at which tokenizer.json truncates; None if it does not."""
     cut = tokenizer.get("truncation")
     limit = cut.get("max_length") if isinstance(cut, dict) else None
     # the library refuses other values when it reads the file
@@ -299,7 +297,6 @@ def _read_chat_templates(folder: Path, config: Json) -> Mapping[str, str]:
 
 
 def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:
-    """Raise CheckpointError unless the class would normalize text as tokenizer.json does."""
     if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
         raise CheckpointError(

@@ -94,7 +94,6 @@ def _objects(value: object) -> Iterator[Json]:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise CheckpointError unless the shape of a pattern bounds its steps."""
     try:
         if len(pattern) > _MOST_CHARACTERS:
             raise _UnknownError(f"has more than {_MOST_CHARACTERS} characters")
@@ -294,7 +293,6 @@ class _Parser:
         return cost
 
     def _skip_class(self) -> None:
-        """Go behind a class of characters, which may have others in it."""
         depth = 0
         while self._at < len(self._text):
             sign = self._text[self._at]

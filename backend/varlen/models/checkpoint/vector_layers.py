@@ -426,7 +426,6 @@ def _read(
 
 
 def _ids_of(folder: Path, texts: Collection[str]) -> tuple[int, ...]:
-    """Return the ids of tokens by their texts, in tokenizer.json."""
     tokenizer: Any = read_object(folder, TOKENIZER)
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

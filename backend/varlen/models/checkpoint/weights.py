@@ -331,12 +331,10 @@ class CheckpointWeights:
 
 
 def _is_table(name: str) -> bool:
-    """Return whether a weight with an adapter is a table of embeddings."""
     return "embeddings." in name
 
 
 def _cut(view: Any, axis: int, first: int, last: int) -> "Tensor":
-    """Return some rows, or some columns, of a slice of safetensors."""
     part: Tensor = view[first:last] if axis == 0 else view[:, first:last]
     return part
 
@@ -369,7 +367,6 @@ def shards(folder: Path) -> list[Path]:
 
 
 def _refuse_other_names(folder: Path) -> None:
-    """Raise CheckpointError if a folder has safetensors of other names."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if names and _SHARD.search(names[0]):
         raise CheckpointError(
