@@ -1,4 +1,4 @@
-"""The place of a process among those that hold one model, and programs cut into stages.
+"""Programs cut into stages, and the place of a process in a model.
 
 A stage hands values to the next one. A cut lies before the first op that reads a weight of a layer. What crosses it is
 found from the list of ops: the values that ops before it write and ops behind it read.

@@ -1,6 +1,6 @@
 """Models as the calibration of int8 runs them.
 
-The answer of an encoder to a text is a vector, that of a model that generates the logits of each token. Its steps run
+An encoder answers a text with a vector, a model that generates with the logits of each token. Its steps run
 with small KV caches: a prompt is one step. Where an encoder reads source texts, the targets are what the model itself
 makes of them in fp32, by greedy search.
 """
