@@ -12,7 +12,7 @@ from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source
-from varlen_tools.profile_costs.profile import Profile, batch_table, three_digits
+from varlen_tools.profile_costs.__main__ import Profile, batch_table, three_digits
 
 from .commands import run_varlen
 
@@ -51,7 +51,7 @@ def costs():
 
 @pytest.fixture
 def profile(costs):
-    return Profile.of("tiny", costs)
+    return Profile.of(costs)
 
 
 @pytest.fixture

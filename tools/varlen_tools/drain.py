@@ -6,8 +6,6 @@ It runs beside the server: on its machine or in its container, as its user or ro
 calls it. See `varlen.server.draining` for what the models do meanwhile.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,11 +127,7 @@ def _mark(marker: Path, state: DrainState) -> None:
 
 
 def _wait_for_step(step: int, metrics_url: str, end: float) -> None:
-    """Wait until every model has seen the file.
-
-    Raises:
-        DrainError: one has not.
-    """
+    """Wait until every model has seen the file."""
     last = max(end, time.monotonic() + 4 * _EXPORT_SECONDS)
     while _seen(metrics_url).step < step:
         if time.monotonic() > last:
@@ -163,11 +157,6 @@ def _marker(server_pid: int | None) -> Path:
 
 
 def _only_server() -> int:
-    """Return the process id of the server.
-
-    Raises:
-        DrainError: there is none, or there are several.
-    """
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -124,7 +124,6 @@ def fetch(
         backbone: folder, or hub id `org/name[@revision]`, of the model that the encoder of a model of GLiNER was made
             of; None is the one that a model of the hub names.
         adapters: folders, or hub ids, of adapters of peft for the model; each perhaps as `NAME=SOURCE`.
-        convert_pickles: whether pickled weights are converted to safetensors.
         on_found: function to call with the findings, once the checkpoint is checked.
         show: function that returns a context, in which it shows a stage to the user.
 
@@ -389,11 +388,7 @@ def _folder_or_download(
     *,
     may_be_folder: bool = True,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with some files of a source, and its name for messages.
-
-    Args:
-        pattern: form of the names of the hub.
-    """
+    """Yield a folder with some files of a source, and its name for messages."""
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
         return
@@ -450,7 +445,6 @@ def _download_from_hub(
 
 
 def _ask_hub(model: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the commit of a revision, and the names of its files."""
     from huggingface_hub import model_info  # takes a second
 
     with _asking_hub(model):
@@ -526,7 +520,6 @@ def _asking_hub(model: str) -> Iterator[None]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether the folders of a checkpoint and of its layers of vectors have safetensors."""
     kinds = "Dense", "LayerNorm"
     modules = [
         folder / name for name in _module_folders(folder) if any(kind in name for kind in kinds)
@@ -535,7 +528,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _only_pickled(files: Sequence[str]) -> list[PurePosixPath]:
-    """Return the files with pickled weights in folders without safetensors."""
     paths = [PurePosixPath(name) for name in files]
     safe = {path.parent for path in paths if path.suffix == ".safetensors"}
     return [path for path in paths if is_pickle(path.name) and path.parent not in safe]

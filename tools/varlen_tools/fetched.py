@@ -4,8 +4,6 @@
 Whatever lacks that file is neither listed nor removed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -96,10 +94,7 @@ def remove_models(
 
 
 def _fetched_models() -> list[FetchedModel]:
-    """Return the models in the cache, the last used first.
-
-    The command exits with a message if others can write to the cache.
-    """
+    """Return the models in the cache, the last used first."""
     try:
         # checks who can write to it
         names = CacheFolder(models_folder()).names()
@@ -140,10 +135,7 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
-    """Return the model of this name or source.
-
-    The command exits with a message if there are none or several.
-    """
+    """Return the model of this name or source."""
     found = [each for each in models if name in (each.name, each.source)]
     if len(found) > 1:
         known = ", ".join(f"{each.name} of {each.source}" for each in found)

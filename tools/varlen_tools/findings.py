@@ -48,12 +48,9 @@ class Findings:
         vectors: the steps after the last hidden states that make an embedding, or the vectors of tokens.
         roles: limits of queries and of documents, of a model with a vector for each token.
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
-        max_sequence_tokens: longest sequence by default.
         position_limit: longest sequence that it has positions for.
         weight_dtypes: share of the parameters by dtype, see `TensorHeader`.
         tokenizer: kind of its model, such as WordPiece.
-        text: languages and the origin of tokenizer.json.
-        notes: facts that may not be as expected.
     """
 
     family: str
@@ -79,9 +76,6 @@ class Findings:
 
 def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = None) -> Findings:
     """Return what a checkpoint holds; reads the headers of its weights, not the weights.
-
-    Args:
-        text: facts that the caller knows of its texts.
 
     Raises:
         CheckpointError: the weights or the tokenizer cannot be read.
@@ -207,7 +201,6 @@ def _vector_steps(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _roles(late: LateInteraction) -> dict[str, str]:
-    """Return what is particular to queries and documents, by their name."""
     texts = {}
     for role, most in (("query", late.query_length), ("document", late.document_length)):
         parts = [f"up to {most} tokens"] if most else []

@@ -222,7 +222,6 @@ def _read_vocabulary(folder: Path) -> Mapping[str, int]:
 
 
 def _scored(vocabulary: Mapping[str, int], model: UnigramModel) -> list[tuple[str, float]]:
-    """Return each token and its score, in the order of ids."""
     scores = model.scores
 
     def score(token: str) -> float:

@@ -8,7 +8,7 @@ from enum import Enum
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.server.config import tensors_of
+from varlen.server.config import entry_text, tensors_of
 from varlen.server.kinds import kind_of
 from varlen.tasks import Task
 from varlen.wire.rows import DEFAULT_MAX_ROWS
@@ -47,7 +47,6 @@ def render_config(
     """Return a complete config.pbtxt, which loads without auto-completion too.
 
     Args:
-        max_batch_size: largest number of rows in one request.
         inputs: kind of inputs; by default the texts, and all for a task that generates, whose options are inputs.
 
     Raises:
@@ -94,11 +93,7 @@ def render_config(
 
 
 def _settings_of(task: Task, config: EngineConfig) -> dict[str, object]:
-    """Return the settings that the task reads, by name.
-
-    Raises:
-        ConfigError: another setting has been set.
-    """
+    """Return the settings that the task reads, by name; refuse others that have been set."""
     values: dict[str, object] = asdict(config)
     ignored = [name for name, setting in SETTINGS.items() if task not in setting.tasks]
     for name in ignored:
@@ -153,12 +148,7 @@ def read_max_batch_size(text: str | None) -> int | None:
 
 
 def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
-    lines = [
-        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {", ".join(map(str, spec.dims))} ]'
-        f"{' optional: true' if spec.optional else ''} }}"
-        for spec in specs
-    ]
-    return [f"{kind} [", ",\n".join(lines), "]"]
+    return [f"{kind} [", ",\n".join(f"  {entry_text(spec)}" for spec in specs), "]"]
 
 
 def _parameter(key: str, value: object) -> list[str]:

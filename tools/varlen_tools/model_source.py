@@ -1,7 +1,5 @@
 """The model of a command: a checkpoint folder, or a model of a repository."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables with the same cells in the terminal and in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

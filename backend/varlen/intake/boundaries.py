@@ -192,7 +192,6 @@ def _is_word_pattern(part: Part) -> bool:
 
 
 def _free_marks(added: Iterable[AddedToken]) -> list[str]:
-    """Return the punctuation marks that are in no added token."""
     used = set("".join(unicodedata.normalize("NFKC", token.content) for token in added))
     # an underscore is part of a word to an added token that has to be a word
     return [mark for mark in string.punctuation if mark not in used and mark != "_"]

@@ -79,10 +79,8 @@ class Intake:
             roles: prompt names that a request may use.
             target_start: first token of each target of a translation model, whose inputs are sources.
             pair_template: pair template of a model that reads pairs as chat messages.
-            word_prompts: prompts of a model that extracts spans.
             pair_prefixes: texts in front of the texts of a pair, for a model that reads a pair as one text.
             adapters: see `ModelInfo`.
-            long_texts: rules for spans and windows.
         """
         self.tokenizer = tokenizer
         self.limits = limits

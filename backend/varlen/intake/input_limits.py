@@ -158,7 +158,6 @@ class InputLimits:
             )
 
     def _check_text(self, row: int, text: str, truncate: bool) -> int:
-        """Return the length of a text in UTF-8, or raise RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
         # characters are bytes, or more: a text that is much too long is only counted

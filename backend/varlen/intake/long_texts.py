@@ -293,7 +293,6 @@ class LongTexts:
     def _check_spans(
         self, row: int, chosen: _Places, begins: _Places, ends: _Places, tokens: int
     ) -> None:
-        """Raise RequestError if spans are empty, too many, or overlap too often."""
         empty = np.flatnonzero(begins >= ends)
         if len(empty):
             self._refuse_span(

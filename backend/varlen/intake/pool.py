@@ -234,7 +234,6 @@ class TokenizerPool:
             )
 
     def _advance(self, work: _Work) -> None:
-        """Run the next step of a draft, which waits again or ends then."""
         step = work.steps.popleft()
         try:
             self._check_client(work)

@@ -282,7 +282,6 @@ def mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer, *, needed_by: str) 
 
 
 def _words(name: str) -> str:
-    """Return the name of a prompt in the form of `_PROMPT_NAMES`."""
     return name.lower().replace("-", "_").replace(".", "_")
 
 

@@ -468,7 +468,6 @@ def _encode(
 
 
 def _are_longer(text: Text, max_bytes: int | None) -> tuple[bool, ...]:
-    """Return whether a text, or each text of a pair, has more bytes of UTF-8."""
     parts = text if isinstance(text, tuple) else (text,)
     if max_bytes is None:
         return (False,) * len(parts)

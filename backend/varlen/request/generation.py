@@ -324,7 +324,6 @@ def _read(foreign: ForeignOption, given: str, value: object) -> tuple[str, objec
 def _fitting_defaults(
     defaults: Mapping[str, object], values: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the defaults of a model that go with the options of a request."""
     fitting = dict(defaults)
     for name, limit in (("min_tokens", "max_tokens"), ("n", "num_beams")):
         default, most = defaults.get(name), values.get(limit)

@@ -117,7 +117,6 @@ class GrammarServer:
             return f"the grammar library failed: {error}"
 
     def _advance(self, number: int, tokens: list[int], most: float) -> bytes:
-        """Return the answer to an order."""
         sequence = self._sequences[number]
         start_timer(min(most, sequence.seconds + _SECONDS_PER_TOKEN * len(tokens)))
         matcher = sequence.matcher
@@ -134,7 +133,6 @@ class GrammarServer:
 
 
 def _library_grammar(grammar: str) -> str:
-    """Return a grammar of ours in the form of the library."""
     [(kind, content)] = json.loads(grammar).items()
     if kind == "choice":
         # one token of the library's lexer: a rule of its parser would have an alternative for each text

@@ -6,8 +6,6 @@ serve; then each order of the engine brings the socket of a new process, or ends
 dies, all end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -162,7 +162,6 @@ def _server_problems(model_config: dict[str, Any], *, server_caches: bool) -> It
 
 
 def _task_problems(model_config: dict[str, Any], task: Task) -> Iterator[str]:
-    """Yield settings of the server that do not fit the task."""
     kind = kind_of(task)
     if is_decoupled(model_config) and not kind.streams:
         yield "model_transaction_policy is decoupled; this model sends one response per request: remove it"
@@ -202,7 +201,7 @@ def _absence_problems(
         missing["max_batch_size"] = f"max_batch_size: {max_rows}"
     for section, specs in (("input", inputs), ("output", outputs)):
         if not model_config[section]:
-            missing[section] = f"{section} [ {', '.join(map(_entry_text, specs))} ]"
+            missing[section] = f"{section} [ {', '.join(map(entry_text, specs))} ]"
     if missing:
         yield (
             f"config.pbtxt has no {', no '.join(missing)}, and the server completes nothing"
@@ -210,7 +209,7 @@ def _absence_problems(
         )
 
 
-def _entry_text(spec: TensorSpec) -> str:
+def entry_text(spec: TensorSpec) -> str:
     """Return a tensor as an entry of config.pbtxt."""
     dims = ", ".join(map(str, spec.dims))
     optional = " optional: true" if spec.optional else ""
@@ -220,7 +219,6 @@ def _entry_text(spec: TensorSpec) -> str:
 def _entry_problems(
     section: str, entry: dict[str, Any], allowed: dict[str, dict[str, Any]], task: Task
 ) -> Iterator[str]:
-    """Yield what is wrong with an input or output of config.pbtxt."""
     name = shorten(entry["name"])
     expected = allowed.get(entry["name"])
     if expected is None:

@@ -6,8 +6,6 @@ process id of the server and its start time, the state, and a random end. Files 
 docs/decisions/0067-draining.md has the reasons.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

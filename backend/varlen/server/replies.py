@@ -287,7 +287,6 @@ class ServerReply:
                 self._cancelled = self._sender.is_cancelled()
 
     def _measure(self, row: int, part: GeneratedPart, now: float) -> None:
-        """Count the tokens of a part, by the time at which they come."""
         times = self._times.get(row)
         if times is None:
             self._times[row] = times = _TokenTimes(now)

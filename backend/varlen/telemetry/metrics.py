@@ -5,12 +5,12 @@ second, since each call there is a round trip between processes.
 """
 
 import logging
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from threading import Event, Lock, Thread
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +176,8 @@ class SnapshotMetric(Metric):
 # fmt: on
 
 
+_SomeMetric = TypeVar("_SomeMetric", bound=Metric)
+
 METRICS: tuple[Metric, ...] = (*CountedMetric, *SnapshotMetric)
 # Values of metrics; of a metric with a label, by the label's value.
 MetricsSnapshot: TypeAlias = Mapping[SnapshotMetric | tuple[SnapshotMetric, str], float]
@@ -183,13 +185,10 @@ MetricsSnapshot: TypeAlias = Mapping[SnapshotMetric | tuple[SnapshotMetric, str]
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Counts since the last drain: requests by outcome, refusal and adapter, counters, observations."""
+    """Counts since the last drain, as in a `MetricsSnapshot`, and observations."""
 
-    outcomes: Mapping[Outcome, int]
-    refusals: Mapping[Refusal, int]
-    counts: Mapping[CountedMetric, float]
+    counts: Mapping[CountedMetric | tuple[CountedMetric, str], float]
     observed: Mapping[CountedMetric, deque[float]]
-    adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stats:
@@ -197,16 +196,18 @@ class Stats:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._outcomes: Counter[Outcome] = Counter()
-        self._refusals: Counter[Refusal] = Counter()
-        self._adapters: Counter[str] = Counter()
-        self._counts: defaultdict[CountedMetric, float] = defaultdict(float)
-        self._observed: defaultdict[CountedMetric, deque[float]] = _observations()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counts: defaultdict[CountedMetric | tuple[CountedMetric, str], float]
+        self._observed: defaultdict[CountedMetric, deque[float]]
+        self._counts = defaultdict(float)
+        self._observed = defaultdict(lambda: deque(maxlen=_MOST_OBSERVATIONS))
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
         """Count one answered request and its latency in seconds."""
         with self._lock:
-            self._outcomes[outcome] += 1
+            self._counts[CountedMetric.REQUESTS, outcome] += 1
             self._observed[CountedMetric.REQUEST_LATENCY].append(seconds)
 
     def count_start(self, scheduling_seconds: float, waits: Iterable[float]) -> None:
@@ -221,12 +222,10 @@ class Stats:
             self._observed[CountedMetric.QUEUE_WAIT].extend(waits)
 
     def count_refusal(self, reason: Refusal) -> None:
-        with self._lock:
-            self._refusals[reason] += 1
+        self.count((CountedMetric.REFUSED_REQUESTS, reason))
 
     def count_adapter(self, name: str) -> None:
-        with self._lock:
-            self._adapters[name] += 1
+        self.count((CountedMetric.ADAPTER_REQUESTS, name))
 
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
         with self._lock:
@@ -243,7 +242,7 @@ class Stats:
             self._observed[CountedMetric.BATCH_SECONDS].append(actual)
             self._counts[CountedMetric.BUSY_SECONDS] += actual
 
-    def count(self, metric: CountedMetric) -> None:
+    def count(self, metric: CountedMetric | tuple[CountedMetric, str]) -> None:
         with self._lock:
             self._counts[metric] += 1
 
@@ -254,16 +253,9 @@ class Stats:
     def drain(self) -> Drained:
         """Return all counts since the last drain."""
         with self._lock:
-            drained = Drained(
-                self._outcomes, self._refusals, self._counts, self._observed, self._adapters
-            )
-            self._outcomes, self._refusals, self._adapters = Counter(), Counter(), Counter()
-            self._counts, self._observed = defaultdict(float), _observations()
+            drained = Drained(self._counts, self._observed)
+            self._clear()
         return drained
-
-
-def _observations() -> defaultdict[CountedMetric, deque[float]]:
-    return defaultdict(lambda: deque(maxlen=_MOST_OBSERVATIONS))
 
 
 class Series(Protocol):
@@ -300,18 +292,15 @@ class Exporter:
         self._snapshot = snapshot
         # kept alive: the families that it holds must outlive their series
         self._make_series = make_series
-        self._series: dict[tuple[Metric, str | None], Series] = {
-            (metric, value): make_series(metric, labels | ({metric.label: value} if value else {}))
-            for metric in METRICS
-            for value in (adapters if metric.label == ADAPTER else metric.label_values or (None,))
-        }
+        names = list(adapters)
+        self._series: dict[Metric | tuple[Metric, str], Series] = {}
+        for key in _keys(METRICS, names):
+            metric, value = key if isinstance(key, tuple) else (key, "")
+            self._series[key] = make_series(
+                metric, {**labels, metric.label: value} if value else labels
+            )
         # a call of the server is a round trip: only what has changed is exported
-        self._exported = {
-            key: 0.0
-            for metric, value in self._series
-            if isinstance(metric, SnapshotMetric)
-            for key in [metric if value is None else (metric, value)]
-        }
+        self._exported = dict.fromkeys(_keys(SnapshotMetric, names), 0.0)
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
         self._thread.start()
@@ -323,29 +312,22 @@ class Exporter:
     def flush(self) -> None:
         """Export everything since the last flush."""
         drained = self._stats.drain()
-        for outcome, number in drained.outcomes.items():
-            self._series[CountedMetric.REQUESTS, outcome].increment(number)
-        for reason, number in drained.refusals.items():
-            self._series[CountedMetric.REFUSED_REQUESTS, reason].increment(number)
-        for name, number in drained.adapters.items():
-            self._series[CountedMetric.ADAPTER_REQUESTS, name].increment(number)
-        for metric, count in drained.counts.items():
-            self._series[metric, None].increment(count)
+        for key, number in drained.counts.items():
+            self._series[key].increment(number)
         for histogram, values in drained.observed.items():
             for value in values:
-                self._series[histogram, None].observe(value)
+                self._series[histogram].observe(value)
         snapshot = self._snapshot()
-        for key, before in self._exported.items():
-            value = snapshot.get(key, 0.0)
+        for read, before in self._exported.items():
+            value = snapshot.get(read, 0.0)
             if value == before:
                 continue
-            read, label = (key, None) if isinstance(key, SnapshotMetric) else key
-            series = self._series[read, label]
-            if read.kind == "GAUGE":
-                series.set(value)
+            metric = read[0] if isinstance(read, tuple) else read
+            if metric.kind == "GAUGE":
+                self._series[read].set(value)
             else:
-                series.increment(value - before)
-            self._exported[key] = value
+                self._series[read].increment(value - before)
+            self._exported[read] = value
 
     def _loop(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):
@@ -353,3 +335,14 @@ class Exporter:
                 self.flush()
             except Exception:
                 _log.exception("metrics could not be exported; trying again at the next export")
+
+
+def _keys(
+    metrics: Iterable[_SomeMetric], adapters: Sequence[str]
+) -> Iterator[_SomeMetric | tuple[_SomeMetric, str]]:
+    for metric in metrics:
+        if metric.label:
+            values = adapters if metric.label == ADAPTER else metric.label_values
+            yield from ((metric, value) for value in values)
+        else:
+            yield metric

@@ -167,8 +167,6 @@ def _read_operation(
 
 @dataclass(slots=True)
 class _Row:
-    """What has been sent of a row."""
-
     finish_reason: str = _UNFINISHED
     cumulative_logprob: float = 0.0
     score: float = 0.0
@@ -345,7 +343,6 @@ def _read_messages(text: bytes, limits: JsonLimits) -> list[Mapping[str, Any]]:
 
 
 def _template_variables(value: object, tensors: Tensors) -> Mapping[str, object]:
-    """Return the variables of a chat template, given as an object or its JSON text."""
     if value is None:
         return {}
     if "messages" not in tensors:

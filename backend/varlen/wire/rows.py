@@ -163,11 +163,7 @@ def deadline_seconds(deadline_ms: float | None, timeout_microseconds: int) -> fl
 
 
 def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> EntityReader:
-    """Return what makes the entities of the texts of a request.
-
-    Raises:
-        RequestError: it has no single texts, or its scores are no probabilities.
-    """
+    """Return what makes the entities of the texts of a request."""
     strategy = given.aggregation_strategy
     assert strategy is not None
     if tensors.keys() != {"text"}:
@@ -195,11 +191,7 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
 def _long_texts(
     tensors: Tensors, given: RowParameters, intake: Intake, answer: AnswerOptions
 ) -> LongTexts:
-    """Return the texts of a request that are embedded in parts.
-
-    Raises:
-        RequestError: it has other inputs or wants other outputs, cuts texts, or a text or a span is not served.
-    """
+    """Return the texts of a request that are embedded in parts."""
     asked = "spans" if given.spans is not None else "windows"
     if tensors.keys() != {"text"}:
         raise RequestError(
@@ -339,7 +331,6 @@ def _check_rows(name: str, rows: int, other: str, expected: int) -> None:
 
 @lru_cache(maxsize=1024)
 def _misspelt(name: str, names: tuple[str, ...]) -> str | None:
-    """Return the parameter that `name` is a near miss of, or None."""
     # the server passes on HTTP headers too; "X-Deadline-Ms" is not a parameter
     if name in names or name.lower().startswith("x-"):
         return None

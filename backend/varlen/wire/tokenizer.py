@@ -90,10 +90,6 @@ def tokenizer_draft(
 ) -> Draft:
     """Return the draft of a request, whose steps write the answer.
 
-    Args:
-        given, intake: parameters of the request, and the checks of the model.
-        options: priority and deadline of the request.
-
     Raises:
         RequestError: a text cannot be read, or there is no such prompt. A step raises it for token ids.
     """
@@ -160,7 +156,6 @@ def _token_objects(
     special_tokens: bool = True,
     first_row: int = 0,
 ) -> list[bytes]:
-    """Return the JSON object of the tokens of each text, or raise RequestError."""
     special_tokens = special_tokens and not role.is_looked_up
     if given.add_special_tokens is not None:
         special_tokens = given.add_special_tokens
@@ -193,7 +188,6 @@ def _token_objects(
 
 
 def _text_object(row: int, text: str, intake: Intake, *, skip_special_tokens: bool) -> bytes:
-    """Return the JSON object of the text of token ids."""
     name, size = f"row {row}: text", intake.limits.vocab_size
     ids = read_json(name, text, JsonLimits(intake.limits.max_text_bytes))
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < size for each in ids):

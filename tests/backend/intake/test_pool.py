@@ -203,7 +203,7 @@ def test_a_request_whose_deadline_has_passed_is_not_tokenized():
     assert bench.ran == [("half", 0)]
     for client in (late, half):
         assert isinstance(client.error, DeadlineError)
-    assert bench.stats.drain().refusals == {"expired": 2}
+    assert bench.stats.drain().counts == {("varlen_refused_requests_total", "expired"): 2}
 
 
 def test_a_cancelled_request_is_not_tokenized():
@@ -318,7 +318,7 @@ def test_requests_that_wait_here_and_elsewhere_count_together():
     with pytest.raises(QueueFullError, match="5 requests wait, at most 5 may"):
         bench.ask("c", 10)
 
-    assert bench.stats.drain().refusals == {"queue_full": 1}
+    assert bench.stats.drain().counts == {("varlen_refused_requests_total", "queue_full"): 1}
     bench.run()
     bench.ask("c", 10)
 

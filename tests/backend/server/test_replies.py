@@ -210,7 +210,7 @@ def test_an_error_in_the_middle_is_the_final_response(start, hold, pb_utils, sta
 
     assert failure(request) == (pb_utils.TritonError.UNAVAILABLE, "deadline missed: too late")
     assert request.sends == 2
-    wait_until(lambda: stats.drain().outcomes.get("refused"))
+    wait_until(lambda: ("varlen_requests_total", "refused") in stats.drain().counts)
 
 
 def test_a_part_that_cannot_be_sent_ends_the_answer_with_an_error(start, pb_utils, stats):
@@ -227,7 +227,7 @@ def test_a_part_that_cannot_be_sent_ends_the_answer_with_an_error(start, pb_util
     reply.fail(RequestCancelled("cancelled"))
     time.sleep(0.01)
     assert request.sends == 2
-    assert stats.drain().outcomes == {"failed": 1}
+    assert stats.drain().counts == {("varlen_requests_total", "failed"): 1}
 
 
 def test_a_final_response_that_cannot_be_sent_is_not_tried_again(start, stats):
@@ -241,7 +241,7 @@ def test_a_final_response_that_cannot_be_sent_is_not_tried_again(start, stats):
     time.sleep(0.01)
 
     assert request.sends == 1
-    assert stats.drain().outcomes == {"failed": 1}
+    assert stats.drain().counts == {("varlen_requests_total", "failed"): 1}
 
 
 class Panic(BaseException):
@@ -450,7 +450,7 @@ def test_many_replies_are_each_answered_once_and_in_order(start, stats):
 
     def count():
         nonlocal total
-        total += sum(stats.drain().outcomes.values())
+        total += sum(stats.drain().counts.values())
         return total >= 240
 
     wait_until(count)
@@ -474,4 +474,4 @@ def test_an_answer_for_which_memory_is_taken_now_is_refused_and_counted(
 
     reply.fail(caught.value)
     assert failure(request)[0] == pb_utils.TritonError.UNAVAILABLE
-    assert stats.drain().refusals == {"shared_memory": 1}
+    assert stats.drain().counts["varlen_refused_requests_total", "shared_memory"] == 1

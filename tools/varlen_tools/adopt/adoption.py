@@ -1,7 +1,5 @@
 """Serves a model, writes its varlen model beside it, and compares both."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,7 +60,6 @@ class Adoption:
     Attributes:
         new: the new model, asked with the same texts or token ids.
         old_sides: the same of the old model, or of each step of an ensemble.
-        is_assumed: whether that dtype is an assumption.
         candidates: the new model, in the dtype of the old one if its own is another, then in its own.
         replaced: ONNX models that Python's onnxruntime has run.
     """
@@ -290,11 +287,7 @@ def _compare(
 
 
 def _entry(view: Path) -> str:
-    """Return the model that clients ask: the only ensemble, else the only model.
-
-    Raises:
-        AdoptError: there are several.
-    """
+    """Return the model that clients ask: the only ensemble, else the only model."""
     folders = [folder for folder in sorted(view.iterdir()) if (folder / "config.pbtxt").is_file()]
     configs = {folder.name: read_model_config(folder) for folder in folders}
     ensembles = [name for name, config in configs.items() if config.HasField("ensemble_scheduling")]
@@ -326,11 +319,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, str]) -> Task:
-    """Return the task whose answers have the shape of the old model's.
-
-    Raises:
-        AdoptError: no task of the checkpoint has.
-    """
+    """Return the task whose answers have the shape of the old model's."""
     if named := settings.get("task"):
         # `fetch` has checked it
         return cast(Task, named)

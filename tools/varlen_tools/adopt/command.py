@@ -102,7 +102,6 @@ def _verdict(candidate: Candidate) -> str:
 
 
 def _length_lines(done: Adoption) -> Iterator[str]:
-    """Yield the tokens of texts on each side, and why they differ."""
     ours = done.candidates[-1].side
     known = [side for side in done.old_sides if side.lengths]
     shown = [f"{_summary(side.lengths)} in {side.name}" for side in [*known, ours]]

@@ -3,8 +3,6 @@
 Load on two models by turns is a closed loop of single texts, in short rounds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The stand-ins run where the server has no ONNX backend.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -86,7 +84,6 @@ def _config(model: Path) -> model_config_pb2.ModelConfig:
 
 
 def _write_stand_in(model: Path, target: Path, config: model_config_pb2.ModelConfig) -> None:
-    """Write the same model with Python's onnxruntime."""
     file = config.default_model_filename or _ONNX_FILE
     changed = model_config_pb2.ModelConfig()
     changed.CopyFrom(config)

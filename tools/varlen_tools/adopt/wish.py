@@ -1,7 +1,5 @@
 """Options of `varlen adopt`, and its error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

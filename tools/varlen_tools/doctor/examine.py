@@ -96,7 +96,6 @@ class Examination:
 
     Attributes:
         memory: name and size of each need, in words.
-        comparisons: results beside the original libraries.
         int8: speed and quality of int8 in a line; empty if it is not measured.
     """
 
@@ -191,12 +190,7 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
 def _int8_price(
     checkpoint: Checkpoint, config: EngineConfig, encoder: Encoder, speeds: Sequence[Speed]
 ) -> str:
-    """Return speed and quality of int8 here in a line; empty if it cannot run.
-
-    Args:
-        encoder: the model in its own dtype.
-        speeds: its speeds.
-    """
+    """Return speed and quality of int8 here in a line; empty if it cannot run."""
     limit, vocab_size = config.max_sequence_tokens or LONGEST, checkpoint.vocab_size
     inputs = sample_inputs(encoder.task, limit)
     settings = replace(config, dtype="int8")
@@ -264,7 +258,6 @@ def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) 
 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
-    """Return the task that the original libraries can answer too."""
     if _needs_sentences(task, checkpoint):
         return task if has_library("sentence-transformers") else "hidden"
     if TASKS[task].has_labels or task == "extract":

@@ -1,7 +1,5 @@
 """The command `varlen serve`."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A request for each served model, as a line for a shell."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

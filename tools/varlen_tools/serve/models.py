@@ -4,8 +4,6 @@ A checkpoint is fetched into the user's cache folder first. A file beside its co
 that the next start takes it as it is.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -246,7 +244,6 @@ def _kept(source: str) -> Path:
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
-    """Return source and settings of a model, and sizes and times of its files."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         source = str(folder.resolve())

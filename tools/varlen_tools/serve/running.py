@@ -114,8 +114,6 @@ def run(
 
 
 class _Gateway(GatewayServer):
-    """The gateway, which shows that it ends."""
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         with _showing(f"ending: requests in progress have up to {GRACE_SECONDS} s"):
             await super().shutdown(sockets)

@@ -1,7 +1,5 @@
 """The tritonserver that `varlen serve` starts: an installed one, else the development server from wheels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -60,7 +58,6 @@ def server_command() -> Iterator[ServerCommand]:
 
 
 def _is_development_server(command: Path) -> bool:
-    """Return whether a command was written by `varlen_tools.setup_server`, here or elsewhere."""
     with command.open("rb") as file:
         return b"varlen_tools.setup_server" in file.read(200)
 
