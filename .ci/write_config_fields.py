@@ -42,6 +42,8 @@ _OTHER_INTEGRATIONS = (
 ).split()
 _NOT_READ = ("models/", *_OTHER_PARTS, *(f"integrations/{name}" for name in _OTHER_INTEGRATIONS))
 _OTHER_FRAMEWORKS = ("tf", "flax")
+# Characters of a line of the file: short ones take bytes of the wheel.
+_LINE = 500
 _CONSTRUCTORS = ("__init__", "__post_init__")
 _LOOK_UPS = ("getattr", "hasattr", "setattr")
 
@@ -182,12 +184,12 @@ def _rendered(found: dict[str, set[str]]) -> str:
     shared = found["shared"]
     lines = {
         family: textwrap.wrap(
-            " ".join(sorted(names if family == "shared" else names - shared)), 110
+            " ".join(sorted(names if family == "shared" else names - shared)), _LINE
         )
         for family, names in found.items()
     }
     return (
-        json.dumps({"releases": textwrap.wrap(" ".join(RELEASES), 110), **lines}, indent=1) + "\n"
+        json.dumps({"releases": textwrap.wrap(" ".join(RELEASES), _LINE), **lines}, indent=1) + "\n"
     )
 
 

@@ -160,10 +160,8 @@ class Pending:
 
     Attributes:
         deadline: time on the cache's clock; infinity if there is none.
-        missing: number of rows without an answer.
         joined: flights of others that it waits for, with the key.
         is_counted: whether it counts as a request that waits for others.
-        is_cancelled: whether its client has cancelled; stays true.
     """
 
     request: Request
@@ -304,7 +302,6 @@ class CacheUse:
         hits: sequences whose answer was stored.
         joined: sequences that waited for an equal one, of their own request or of another.
         misses: sequences that had to run.
-        evictions: answers dropped for size or age.
     """
 
     held_bytes: int = 0
@@ -479,7 +476,6 @@ class ResponseCache:
         self._restart(waiting)
 
     def _close_flight(self, flight: Flight) -> Rows:
-        """Close a flight to new requests; return those that wait for it."""
         self._flights.discard(flight, flight.waiting)
         return flight.pending_requests()
 
@@ -490,8 +486,6 @@ class ResponseCache:
 
 @dataclass(frozen=True, slots=True)
 class _FlightReply:
-    """Passes the engine's answer to a flight on to the cache."""
-
     cache: ResponseCache
     flight: Flight
 

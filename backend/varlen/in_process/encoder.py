@@ -77,7 +77,6 @@ class _Cut:
     """How texts are cut.
 
     Attributes:
-        truncate: whether texts that are too long are cut.
         max_tokens: length to which texts are cut, also without `truncate`; None is the longest sequence.
     """
 
@@ -321,7 +320,6 @@ class Encoder(InProcess):
         return found.results(self._found(found))
 
     def _span_texts(self, texts: Sequence[str], **given: Any) -> SpanTexts:
-        """Return the texts of a request for spans, checked."""
         self._check_task("extract")
         _check_is_list(texts)
         prompts = self._service.intake.word_prompts
@@ -454,7 +452,6 @@ class Encoder(InProcess):
     def _asked(
         self, tasks: tuple[Task, ...], prompts: tuple[Prompt, ...], normalize: bool
     ) -> list[Float32Array]:
-        """Return the output of each prompt, of the first task that the model has."""
         if self.task in tasks:
             return self._answers(prompts, normalize)
         [task] = [task for task in tasks if task in self._service.model.info.outputs]
@@ -519,8 +516,6 @@ def _row(row: int, ids: object) -> npt.NDArray[np.int64]:
 
 
 class _FutureReply:
-    """Passes the answer to the thread that waits for it."""
-
     def __init__(self, rows: int) -> None:
         self.rows: Future[list[Float32Array]] = Future()
         self._outputs = [_NO_ANSWER] * rows

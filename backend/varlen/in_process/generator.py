@@ -39,8 +39,6 @@ class Generation:
     """A generated answer.
 
     Attributes:
-        text: text of the answer, without the prompt.
-        token_ids: generated tokens.
         finish_reason: whether a stop condition held, or `max_tokens` was reached.
         logprobs: one per token, if they were asked for.
         score: score of an answer that a beam search has found.
@@ -182,8 +180,6 @@ def _parts(
 
 
 class _FutureReply:
-    """Collects the parts of an answer for the thread that waits for it."""
-
     def __init__(self, rows: int, on_part: Callable[[int, GeneratedPart], None] | None) -> None:
         self.answers: Future[list[Generation]] = Future()
         self._parts: list[list[GeneratedPart]] = [[] for _ in range(rows)]

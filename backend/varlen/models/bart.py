@@ -77,12 +77,7 @@ class BartEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Bart:
-    """A BART or a relative in one dtype.
-
-    Attributes:
-        encoder_norm, decoder_norm: norms after the last layer, if norms are before sublayers.
-        attention_heads: heads of the decoder's layers, in both kinds of attention.
-    """
+    """A BART or a relative in one dtype."""
 
     source_embedding: BartEmbedding
     encoder_layers: tuple[EncoderLayer, ...]
@@ -280,7 +275,6 @@ class BartConfig(declare.ConfigFields):
 
     Attributes:
         sources, targets: sizes of the vocabularies.
-        positions: longest source, and longest target, in tokens.
         first_position: number of the first position where they are computed.
     """
 

@@ -7,7 +7,7 @@ the code and files of their authors on the hub.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from varlen.models.checkpoint.family import Family, MaskedLMNames
+from varlen.models.checkpoint.family import BERT_MASKED_LM, Family, MaskedLMNames
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
     ExpertNames,
@@ -31,12 +31,7 @@ _BERT = PostNormFamily(
     prefix="bert.",
     head=HeadNames(dense="bert.pooler.dense", output="classifier"),
     pretraining=("cls.",),
-    masked_lm=MaskedLMNames(
-        "cls.predictions.transform.dense",
-        "cls.predictions.transform.LayerNorm",
-        "cls.predictions.decoder",
-        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
-    ),
+    masked_lm=BERT_MASKED_LM,
     more_architectures=("BertForPreTraining",),
 )
 # All layers share their weights, and tables have fewer features than layers: Lan et al. 2019, arXiv:1909.11942.
@@ -237,12 +232,7 @@ _NOMIC_BERT = PostNormFamily(
     fields=FieldNames(default_activation="silu"),
     default_theta=1_000.0,
     pretraining=("cls.",),
-    masked_lm=MaskedLMNames(
-        "cls.predictions.transform.dense",
-        "cls.predictions.transform.layer_norm",
-        "cls.predictions.decoder",
-        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
-    ),
+    masked_lm=replace(BERT_MASKED_LM, norm="cls.predictions.transform.layer_norm"),
 )
 
 # Every second layer has experts in the form of megablocks, two tensors of all; the others have biases and no gate.

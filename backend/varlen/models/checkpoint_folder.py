@@ -88,23 +88,16 @@ class Checkpoint(SentenceSettings):
     Attributes:
         weights_folder: the folder in it with its weights and its tokenizer, mostly itself.
         config: `config.json`, in the fields of today's transformers, without those that are ignored.
-        quantization: method and sizes of its quantized weights; None if they are not.
-        adapter: the adapter for a task that is merged into its weights; None for none.
         task: the task of its modules, else the task of its head.
         router: its routes, if queries of `sparse_embed` are looked up.
         longest_query: longest query that is looked up, in tokens; None where no file has it.
-        extraction: settings of `extract`, if it is a model of GLiNER or GLiNER2.
-        m3: its heads for terms and for tokens, if it is like bge-m3.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
-        has_second_type: whether its model has more than one type of token.
         has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
             tokenizer gives it.
-        uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
-        translate: token ids of targets and defaults of beam search, if it has an encoder and a decoder.
     """
 
     folder: Path
@@ -437,7 +430,6 @@ class _Model:
     Attributes:
         body: folder of config.json, the weights and the tokenizer.
         given: config.json as it is; empty for static embeddings, whose configuration varlen makes.
-        config: config.json in the form that families read.
     """
 
     folder: Path
@@ -542,7 +534,6 @@ def _read_given(folder: Path) -> tuple[Json, ExtractionConfig | None]:
 def _labels_of(
     folder: Path, labels: LabelEncoderConfig, ignore: Collection[str]
 ) -> LabelEncoderConfig:
-    """Return an encoder of labels with what its family and its tokenizer say."""
     config, _ = _read_config(labels.config, ignore)
     family = family_of(config)
     tokenizer = read_tokenizer_settings(folder / LABELS_TOKENIZER, family, config, lowercase=False)

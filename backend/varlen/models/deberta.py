@@ -29,6 +29,7 @@ from varlen.models.checkpoint.config_file import (
     show,
 )
 from varlen.models.checkpoint.family import (
+    BERT_MASKED_LM,
     Family,
     HeadConfig,
     MaskedLMLayout,
@@ -53,7 +54,6 @@ class Convolution:
 
     Attributes:
         linear: `[size * hidden, hidden]`, the weights of a window's rows one after another.
-        activation: applied to its output, which is added to the output of the first layer.
     """
 
     linear: Linear
@@ -150,13 +150,7 @@ _PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
 }
 # The layers that make them in the first version; the one for keys has no bias.
 _FIRST_PROJECTIONS: Mapping[DistanceTerm, str] = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
-# The head of masked language models: the head of BERT ("legacy"), or the one that DeBERTa was trained with.
-_LEGACY_HEAD = MaskedLMNames(
-    dense="cls.predictions.transform.dense",
-    norm="cls.predictions.transform.LayerNorm",
-    decoder="cls.predictions.decoder",
-    biases=("cls.predictions.bias", "cls.predictions.decoder.bias"),
-)
+# The head of masked language models that DeBERTa was trained with; others have the head of BERT ("legacy").
 _OWN_HEAD = MaskedLMNames(
     dense="lm_predictions.lm_head.dense",
     norm="lm_predictions.lm_head.LayerNorm",
@@ -253,12 +247,9 @@ class DebertaConfig(declare.ConfigFields):
 
     Attributes:
         embedding: features of the tables; there is a projection if they are not `hidden`.
-        terms: terms that are added to scores by distance.
         max_distance: distances from there on are alike.
         buckets: near distances have a row each, and farther ones share rows, by their logarithm; 0: all have one.
-        shares_projections: whether distances are projected by the layers of tokens.
         window: tokens of a window of the convolution; 0: it has none.
-        classifier_activation: between the two layers of a classifier of sequences.
     """
 
     heads: int = declare.computed(
@@ -299,11 +290,7 @@ class DebertaConfig(declare.ConfigFields):
 def load(
     read: LayerReader, fields: Json, head: HeadConfig, *, is_first_version: bool = False
 ) -> Deberta:
-    """Return the DeBERTa of a checkpoint; see `Family`.
-
-    Args:
-        is_first_version: whether it has the tensors of version 1.
-    """
+    """Return the DeBERTa of a checkpoint; see `Family`."""
     reader = _FirstReader if is_first_version else _Reader
     return reader(read, DebertaConfig.read(fields)).model(head)
 
@@ -397,7 +384,6 @@ class _Reader:
         )
 
     def _heads_of(self, at: str) -> Linear:
-        """Return the layer of queries, keys and values."""
         hidden = self._config.hidden
         names = [f"{at}.{name}_proj" for name in ("query", "key", "value")]
         return self._read.linear(names, hidden, [hidden] * 3)
@@ -498,7 +484,7 @@ def _masked_lm(config: Json) -> MaskedLMLayout:
     read = DebertaConfig.read(config)
     is_legacy = read_flag(config, "legacy", default=True)
     return MaskedLMLayout(
-        _LEGACY_HEAD if is_legacy else _OWN_HEAD,
+        BERT_MASKED_LM if is_legacy else _OWN_HEAD,
         read.hidden,
         read.embedding,
         read.vocabulary,

@@ -66,7 +66,6 @@ class Options:
     """What a model of the family adds to the common architecture.
 
     Attributes:
-        fields: fields of config.json that it reads beside the common ones.
         every: the layer of this number, and each multiple, reads all tokens where config.json does not say it.
         score_cap, logit_cap: limits where config.json does not say them; None is no limit.
     """
@@ -225,7 +224,6 @@ def read_stack(
 
     Args:
         fields: config.json, or the part of these layers.
-        prefix: beginning of the names of their tensors.
     """
     config, options = GemmaConfig.read(fields), _options(fields)
     table = read.token_table(f"{prefix}embed_tokens.weight", config.vocab_size, config.hidden)

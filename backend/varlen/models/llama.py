@@ -220,7 +220,6 @@ class LlamaConfig(declare.ConfigFields):
         width: features of a token in the layers.
         hidden: features of a token behind the projection, or `width` without one.
         windows: window of each layer: number of last tokens that a token reads; 0 is all.
-        score_pooling: pooling of a sequence into the row that a classifier of sequences reads.
     """
 
     heads: AttentionHeads = declare.computed(
@@ -331,8 +330,6 @@ class Llama:
         return x if self.projection is None else self.projection.record(ops, x)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        # Checkpoint.check_task has refused checkpoints without this layer
-        assert self.output is not None
         logits = record_output(ops, self.output, hidden, self.token_table.vocab_size)
         return ops.tanh(logits, limit=self.logit_cap) if self.logit_cap else logits
 
@@ -368,11 +365,7 @@ ReadMlp: TypeAlias = Callable[[LayerReader, str, int], FeedForward | Experts]
 def load(
     read: LayerReader, fields: Json, head: HeadConfig, read_mlp: ReadMlp | None = None
 ) -> Llama:
-    """Return the Llama, or the relative in `OPTIONS`, of a checkpoint; see `Family`.
-
-    Args:
-        read_mlp: reads the feed-forward parts of a relative.
-    """
+    """Return the Llama, or the relative in `OPTIONS`, of a checkpoint; see `Family`."""
     config = LlamaConfig.read(fields)
     shape, attention_heads = (config.vocab_size, config.width), read.heads(config.heads)
     prefix = "model." if "model.embed_tokens.weight" in read else ""
@@ -500,11 +493,7 @@ def read_attention(
     output_bias: bool,
     is_fused: bool = False,
 ) -> tuple[Linear, Linear]:
-    """Return the layers of queries, keys and values, and of the attention's output.
-
-    Args:
-        hidden: features of a token.
-    """
+    """Return the layers of queries, keys and values, and of the attention's output."""
     key_width = heads.keys * heads.dim
     parts, widths = ["q_proj", "k_proj", "v_proj"], [heads.width, key_width, key_width]
     units = [heads.queries, heads.keys, heads.keys]

@@ -295,13 +295,6 @@ def _read_dense(config: Json) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertsConfig(declare.ConfigFields):
-    """What config.json says of experts.
-
-    Attributes:
-        experts: experts of a layer; 0 for none.
-        step: one layer of as many has experts, the last of them.
-    """
-
     hidden: int = declare.size("hidden_size")
     positions: int = declare.size("max_position_embeddings")
     experts: int = declare.computed(_read_experts, *_NUM_EXPERTS)

@@ -24,11 +24,7 @@ from varlen.tasks import TASKS, Task
 
 @dataclass(frozen=True, slots=True)
 class OneStepDecoder:
-    """A decoder that reads whole sequences in one step.
-
-    Attributes:
-        is_causal: whether its tokens read only earlier ones; else it is an encoder.
-    """
+    """A decoder that reads whole sequences in one step."""
 
     decoder: DecoderModel
     is_causal: bool
@@ -156,15 +152,7 @@ def load_encoder_decoder(
     *,
     keeps_codes: bool = False,
 ) -> EncoderDecoderModel:
-    """Return the model of a checkpoint whose `translate` is not None, or a part.
-
-    Args:
-        keeps_codes: whether linear layers keep codes of 4 bits.
-
-    Raises:
-        CheckpointError: its weights do not fit its config.json.
-        ConfigError: ranks cannot divide it.
-    """
+    """Return the model of a checkpoint whose `translate` is not None; see `load_decoder`."""
     by_output = is_by_output(device)
     model: EncoderDecoderModel = _load(
         checkpoint, dtype, device, dtype, rank, stage, by_output=by_output, keeps_codes=keeps_codes

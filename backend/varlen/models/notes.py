@@ -29,7 +29,6 @@ def checkpoint_notes(
 
     Args:
         max_sequence_tokens: longest sequence of the served model.
-        keeps_codes: whether its linear layers may keep codes of 4 bits.
     """
     ignored = checkpoint.ignored.note()
     notes = [ignored] if ignored else []

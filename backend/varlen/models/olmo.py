@@ -77,11 +77,7 @@ def _read_positions(config: Json) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OlmoConfig(declare.ConfigFields):
-    """What config.json says of a model.
-
-    Attributes:
-        windows: window of each layer: number of last tokens that a token reads; 0 is all.
-    """
+    """What config.json says of a model."""
 
     heads: AttentionHeads = declare.computed(
         lambda config: read_heads(config, None),
@@ -152,8 +148,6 @@ class Olmo:
         return ops.rms_norm(x, self.final_norm, eps=eps)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
-        # Checkpoint.check_task has refused checkpoints without this layer
-        assert self.output is not None
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)
 
     def _record_attention(

@@ -74,7 +74,6 @@ class LayerNames:
         qkv: queries, keys and values, or one linear layer of all.
         up: layer in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
         gate: the half of the one layer of `up` that is a gate for the other half; None if that layer holds no gate.
-        without_bias: the linear layers that have none.
         query_norm, key_norm: norms over the queries of all heads, and over the keys; empty without them.
         second_norm: norm of the sum of the attention's output and its input again; empty without it.
     """
@@ -106,9 +105,6 @@ class ExpertNames:
 
     Attributes:
         up, down: tensors of all experts of a layer, each with a row for every feature between the two layers.
-        bias: the vector that is added to the sum of a token's experts.
-        number: the field with the experts of a layer.
-        count: the field with the experts of a token.
         every: the field that says which layers have experts: one of as many, from the second layer on.
     """
 
@@ -198,21 +194,12 @@ class PostNormFamily:
     """One family of post-norm encoders.
 
     Attributes:
-        class_name: beginning of its class names in transformers, such as Bert of BertModel.
         prefix: prefix of the encoder's tensors in a model with a head.
-        first_prefix: the same in its first releases, if they had another.
-        other_layer, other_embedding_norm: the same in checkpoints that have these layers.
         projection: the linear layer from the tables' features to the features of the layers, where they may differ.
-        always_projects: whether that layer is there even if they do not differ.
         least_types: fewest token types; 0 if there may be no table of them.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
         has_alibi: whether scores fall with the distance, and there is no position table.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
-        default_theta: base of rotary positions, for a family without a position table.
-        pretraining: prefixes of the tensors of heads for pretraining.
-        more_architectures: classes with only the encoder, or with a head that is not served.
-        has_adapters: whether its checkpoints may hold adapters for tasks, in the form of jina-embeddings-v3.
-        harmless, fixed: fields beside those that all families share.
     """
 
     class_name: str

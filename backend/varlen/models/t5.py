@@ -191,10 +191,7 @@ class T5Config(declare.ConfigFields):
 
     Attributes:
         head_dim: features of a head; all heads together may be wider or narrower than hidden.
-        buckets: number of biases by distance.
         max_distance: first distance of the last bias.
-        feed_forward: activation of the feed-forward parts, and whether they have a gate.
-        output_scale: multiplies the last hidden state before the output layer.
     """
 
     feed_forward: tuple[Activation, bool] = declare.computed(

@@ -108,12 +108,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class T5Gemma:
-    """A T5Gemma in one dtype.
-
-    Attributes:
-        decoder: all of the decoder but `sources`.
-        sources: the attention to a source, of each layer of the decoder.
-    """
+    """A T5Gemma in one dtype."""
 
     encoder: Llama
     decoder: Llama

@@ -104,7 +104,6 @@ class CountedLabels:
     """Makes the vectors that spans are multiplied with, of labels of GLiNER2.
 
     Attributes:
-        counts: gives the logits of the number of instances, of a task.
         classes: scores a label of a classification.
         gates: summand of the gates of the recurrent unit, `[numbers, 3 · hidden]`: its inputs are numbers.
         states: makes the other summand of a state.

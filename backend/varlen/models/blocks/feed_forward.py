@@ -47,7 +47,6 @@ class Experts:
         up: the layer in front of the activation; gate and up side by side, if `is_gated`.
         count: experts of a token.
         normalizes: whether the weights of a token's experts add up to 1; else each is its part of the softmax over all.
-        bias: `[hidden]`, added to the sum, if there is one.
     """
 
     router: Linear

@@ -113,7 +113,6 @@ def record_head(
 
 
 def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
-    """Record the row of each sequence that its classifier reads, `[sequences, hidden]`."""
     if heads.pooling == "cls":
         return ops.first_tokens(hidden, inputs.cu_seqlens(ops))
     return ops.pool(hidden, inputs.cu_seqlens(ops), None, mode=heads.pooling)

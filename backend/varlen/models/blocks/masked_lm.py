@@ -23,7 +23,6 @@ class MaskedLM:
     """A loaded head.
 
     Attributes:
-        dense, activation, norm, norm_eps: make a row of each token.
         output: `[features, vocabulary]`, a view of the embedding table if they are tied.
     """
 

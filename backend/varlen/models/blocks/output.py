@@ -146,10 +146,12 @@ def suppress_tokens(output: Linear, tokens: Sequence[int], first: int = 0) -> Li
     return Linear(output.weight, bias)
 
 
-def record_output(ops: Recorder, output: Linear, hidden: Value, vocab_size: int) -> Value:
+def record_output(ops: Recorder, output: Linear | None, hidden: Value, vocab_size: int) -> Value:
     """Record the output layer and return fp32 logits, `[rows, vocab_size]`, on rank 0."""
     import torch
 
+    # Checkpoint.check_task has refused checkpoints without this layer
+    assert output is not None
     logits = output.record(ops, hidden)
     logits = logits if logits.dtype == torch.float32 else ops.to_fp32(logits)
     return ops.gather_columns(logits, vocab_size)

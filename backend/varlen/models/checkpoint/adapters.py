@@ -29,7 +29,6 @@ class Adapter:
     """An adapter of a checkpoint.
 
     Attributes:
-        rank: features between the two factors of a weight.
         scale: multiplies their product.
     """
 

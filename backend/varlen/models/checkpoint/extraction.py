@@ -66,7 +66,6 @@ class LabelEncoderConfig:
     """The encoder that reads each label apart.
 
     Attributes:
-        vocab_size: its token ids are below this.
         longest: longest label, in tokens; longer ones are cut.
     """
 
@@ -81,14 +80,12 @@ class ExtractionConfig:
     """How texts and labels become tokens, and what the model scores.
 
     Attributes:
-        hidden: features of a word and of a label.
         max_width: words of the longest span, if it scores spans.
         lstm_layers: layers of the LSTM over words; 0 for none. A bi-encoder may have them, and does not run them.
         label_mark: text of the token before each label; empty for GLiNER2, where a schema says it.
         label_token: id of that token; None if no token is before labels.
         reads_mark: whether the token before a label stands for it; else the one after.
         count_layer: layers that labels of GLiNER2 pass; None for GLiNER.
-        labels: the encoder of labels; None if they are tokens before the text.
     """
 
     scored: Scored

@@ -38,6 +38,14 @@ class MaskedLMNames:
     activation: Activation | None = None
 
 
+BERT_MASKED_LM = MaskedLMNames(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class MaskedLMLayout:
     """The head of one checkpoint.
@@ -131,7 +139,6 @@ class Family(Generic[Model_co]):
         is_divisible: whether ranks may divide its models: its linear layers say how, see `LayerReader.linear`.
         read_pooling: returns the pooling that config.json names for `embed`; None if it names none.
         takes_adapters: whether requests may choose adapters of its linear layers.
-        is_causal: whether the tokens of a decoder read only earlier ones, given config.json.
     """
 
     architectures: Mapping[str, Task]

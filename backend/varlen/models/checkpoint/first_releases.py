@@ -263,7 +263,6 @@ def _qwen3(config: Json) -> Json:
 
 
 def _set_bidirectional(native: Json, config: Json, field: str) -> None:
-    """Set `is_causal`, given the field that says that tokens read later ones."""
     if native.get("is_causal"):
         raise CheckpointError(
             f"{_FILE} has {field} {show(config.get(field))} and is_causal true; make them agree"

@@ -28,11 +28,9 @@ class PairForm:
     Attributes:
         true_word, false_word: the tokens of the answers; None if the score is one logit.
         question: part of the prompt that no other form has.
-        opening: begins the prompt.
         instruction, query, document: texts with `{}` for what the request gives; the first two are one text. An empty
             `instruction` refuses instructions of requests.
         default_instruction: instruction of a request without one; empty leaves the instruction out.
-        between: text between the query and the document.
         ending: texts behind the document, which are never cut.
         query_part: largest part of a cut pair that the query with its instruction may have.
     """
@@ -111,7 +109,6 @@ class LogitScore:
     """How scores are made, and how a pair becomes a prompt.
 
     Attributes:
-        false_token: the token whose logit is subtracted from it, if there is one.
         system: text of the first message; empty without one.
         has_parts: whether the content of a message is a list of parts, not a text.
         form: texts around a pair; None if the chat template has them.
@@ -128,7 +125,6 @@ def read_logit_score(folder: Path, path: str, transformer: Json, system: str) ->
     """Return the settings of the module.
 
     Args:
-        path: path of the module's folder, relative to the checkpoint.
         system: the default prompt of the model.
 
     Raises:

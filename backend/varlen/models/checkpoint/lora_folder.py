@@ -108,7 +108,6 @@ class LoraFolder:
 
     Attributes:
         saved: other tensors, of layers that the adapter brings whole, by their names.
-        changed_at: time of the last change of the file, in nanoseconds.
     """
 
     factors: Mapping[str, Factors]
@@ -314,7 +313,6 @@ def _pattern(config: Json, field: str) -> dict[str, float]:
 
 
 def _found(numbers: Mapping[str, float], name: str, default: float) -> float:
-    """Return the number of the first key that ends a layer's name."""
     for key, number in numbers.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
         # a key with ^ is preceded by nothing, or by whole words as any other

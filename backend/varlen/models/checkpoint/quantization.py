@@ -75,7 +75,6 @@ class Quantization:
         blocks: outputs and inputs that share a scale, as they may be; 0 stands for all.
         bits: bits of a code; None where the tensors say it.
         zero_offset: number that is added to a stored zero point.
-        is_ordered: whether inputs have groups in an order of their own.
         floats: values beside weights that the method rounds, and this version does not.
     """
 
@@ -183,7 +182,6 @@ def _compressed(given: Json, name: str) -> Quantization:
 
 
 def _blocks_of(group: Json, name: str) -> Iterator[tuple[int, int]]:
-    """Yield the outputs and inputs that share a scale in layers of a group."""
     if group.get("format"):
         read_choice(group, "format", _CT_FORMATS, default="", name=name)
     weights = group.get("weights")

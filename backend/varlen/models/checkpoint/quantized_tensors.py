@@ -107,7 +107,6 @@ class QuantizedTensor:
         zero: the zero points of scales; None for none.
         order: the group of each input, `[in]`; None where they are in order.
         offset: number that is added to a stored zero point, or is the zero point of all.
-        divisor: number that divides scales.
         table: the further parts of "table", by name.
         numbers: their `nested_offset` and `nested_blocksize`.
     """
@@ -222,7 +221,6 @@ class QuantizedTensor:
         return codes.flatten(1)[:, : self.shape[1]]
 
     def _by_output(self, scale: Tensor) -> Tensor:
-        """Return a value for each scale, `[out / block, in / block]`."""
         if self.layout in ("gptq", "awq"):
             return scale.t()
         return scale.reshape(-(-self.shape[0] // self.block[0]), -1)
@@ -529,11 +527,7 @@ class _Joiner:
 def describe(
     headers: Iterable[TensorHeader], quantization: Quantization, *, keeps_codes: bool
 ) -> str:
-    """Return a sentence about the quantized weights among headers.
-
-    Args:
-        keeps_codes: whether linear layers may keep codes of 4 bits.
-    """
+    """Return a sentence about the quantized weights among headers."""
     headers = [each for each in headers if each.quantized is not None]
     counts = Counter(each.quantized.shown for each in headers if each.quantized is not None)
     kinds = ", ".join(f"{count} of {shown}" for shown, count in counts.most_common())

@@ -123,7 +123,6 @@ class RotaryConfig:
     """Rotary positions of a model.
 
     Attributes:
-        scaling: change of the frequencies for longer sequences.
         positions: longest sequence that it serves, in tokens.
         share: part of the features of a head that rotates, the first ones.
     """

@@ -43,8 +43,6 @@ class Router:
 
     Attributes:
         queries: path of the folder with the table of queries, relative to the checkpoint.
-        documents: kind and path of each module of the route of documents.
-        default: route of texts whose request names none.
     """
 
     queries: str
@@ -127,7 +125,6 @@ def read_router(folder: Path) -> Router | None:
 
 
 def _modules(paths: object, types: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return kind and path of each module of a route."""
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise CheckpointError(f"{CONFIG} has the route {show(paths)}; allowed: a list of folders")
     for path in paths:

@@ -118,20 +118,12 @@ class SentenceSettings:
 
     Attributes:
         pooling: pooling of a sequence into the vector of `embed`; the results of several are concatenated.
-        has_pooling: whether modules.json has the module Pooling.
-        dense: layers between pooling and normalization; layers of each token with `late`.
         layer_mix: weights of the outputs of layers, whose mean is pooled; None pools the output of the last layer.
-        rounds: whether vectors are rounded to whole numbers, as pplx-embed does.
         normalize: whether the vector is divided by its length; with `late`, the vectors of tokens.
-        prompts: texts that it puts before texts, by name.
         default_prompt: the one that it takes if a request names none; empty without one.
         pools_prompt: whether tokens of prompts are pooled; True where no prompt says anything.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
-        lowercase: whether texts are lowercased even if the tokenizer does not.
         activation_class: class that makes scores of a cross-encoder's logits, if a file has it.
-        splade: settings for a vector of terms; None for other models.
-        logit_score: settings for a score of two logits; None for other models.
-        late: settings for vectors of tokens; None for other models.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)

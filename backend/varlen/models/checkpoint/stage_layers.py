@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class StageLayers:
-    """The layers of one stage.
-
-    Attributes:
-        count: number of layers of all stages, once the model is read.
-        layer_of: the layer of each weight, by the weight's id.
-    """
+    """The layers of one stage."""
 
     def __init__(self, first: int = 0, last: int = 0, *, is_first: bool = False) -> None:
         """Choose the layers.

@@ -142,9 +142,7 @@ class TokenizerSettings:
     Attributes:
         max_length: length at which the original library truncates; None if no file has it.
         chat_templates: Jinja sources that make a prompt of chat messages, by name; DEFAULT_TEMPLATE is without a name.
-        special_tokens: text of the tokens that a template may name, such as `bos_token`.
         gives_types: whether that class gives a pair token types.
-        truncation_side: side on which a text that is too long is cut.
     """
 
     max_length: int | None = None
@@ -167,7 +165,6 @@ def read_tokenizer_settings(
 
     Args:
         model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
-        lowercase: whether sentence-transformers asks for lowercased texts.
         reads_config: whether tokenizer_config.json counts. For StaticEmbedding it does not; there tokenizer.json has
             the limit.
 

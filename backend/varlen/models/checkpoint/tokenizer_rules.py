@@ -117,11 +117,8 @@ class _Cost:
 
     Attributes:
         own_loops: repetitions, each as long as the text may be, that are tried before the part has failed or matched.
-        own_ways: other ways that are tried before.
         loops: repetitions in it that are tried again if what follows fails.
-        ways: other ways to match it, that are tried then.
         is_wild: whether a text of one length is matched in many ways, which are all tried then.
-        may_fail: whether it needs anything of the text.
     """
 
     own_loops: int = 0
@@ -149,7 +146,6 @@ _NOTHING = _Cost(may_fail=False)
 
 
 def _sequence(items: list[_Cost]) -> _Cost:
-    """Return the cost of parts that follow one another."""
     before = _NOTHING
     for item in items:
         own_loops = before.own_loops
@@ -169,7 +165,6 @@ def _sequence(items: list[_Cost]) -> _Cost:
 
 
 def _choice(parts: list[_Cost]) -> _Cost:
-    """Return the cost of parts that are tried one after another."""
     return _Cost(
         max(each.own_loops for each in parts),
         sum(each.own_ways for each in parts),
@@ -203,8 +198,6 @@ def _repeated(part: _Cost, low: int, high: int | None) -> _Cost:
 
 
 class _Parser:
-    """Reads a pattern in the syntax of Oniguruma."""
-
     def __init__(self, pattern: str) -> None:
         self._text = pattern
         self._at = 0
@@ -229,7 +222,6 @@ class _Parser:
         return _choice([*parts, _sequence(items)])
 
     def _item(self, depth: int) -> _Cost:
-        """Return the cost of the next part, without what repeats it."""
         sign = self._text[self._at]
         if sign == "\\":
             escape = _ESCAPE.match(self._text, self._at)
@@ -268,7 +260,6 @@ class _Parser:
         return cost.settled() if is_atomic else cost
 
     def _quantified(self, cost: _Cost) -> _Cost:
-        """Return the cost of a part with all that repeats it."""
         while found := _QUANTIFIER.match(self._text, self._at):
             sign = found[0]
             if sign in "*+?":

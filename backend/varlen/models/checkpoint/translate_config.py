@@ -59,7 +59,6 @@ class TargetTokens:
 
     Attributes:
         start: the first input of the decoder, which is not part of the result.
-        pad: the token that fills up targets, if there is one.
         forced_first: the first token of every target, if it is forced: the language, for instance.
         forced_last: tokens that end a target of the greatest length, any one of them; empty if none is forced.
         suppressed: more of them, unless a request says otherwise.
@@ -83,7 +82,6 @@ class TranslateDefaults:
     Attributes:
         min_new_tokens, max_new_tokens: lengths of targets in tokens, with the eos token and without the start; None
             where the checkpoint does not say it.
-        renormalize_logits: whether log probabilities are normalised again once tokens are banned.
     """
 
     num_beams: int = 1

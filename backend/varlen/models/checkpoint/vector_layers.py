@@ -60,7 +60,6 @@ class DenseConfig:
     """Settings of one Dense module.
 
     Attributes:
-        path: path of its folder, relative to the checkpoint.
         in_features, out_features, bias: widths and bias of its linear layer.
         has_residual: whether its input is added to its output, by a linear layer where they differ in width.
     """
@@ -342,7 +341,6 @@ class SpladeConfig:
     """How weights of terms are made.
 
     Attributes:
-        pooling: pooling over the tokens of a sequence.
         logs: number of times that log(1 + ...) is applied to a positive logit.
         max_active_dims: number of largest weights to keep in a vector, unless a request says it; None is all.
     """
@@ -354,9 +352,6 @@ class SpladeConfig:
 
 def read_splade(folder: Path, path: str, max_active_dims: int | None) -> SpladeConfig:
     """Return the settings of a SpladePooling module.
-
-    Args:
-        path: path of the module's folder, relative to the checkpoint.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
@@ -383,7 +378,6 @@ class M3Heads:
     Attributes:
         sparse: layer of the weight of a token, of `sparse_embed`.
         vectors: layer of its vector, of `token_embed`.
-        unweighted: tokens without a weight.
     """
 
     sparse: DenseConfig | None
@@ -395,9 +389,6 @@ def read_m3_heads(
     folder: Path, hidden_size: int, special_tokens: Mapping[str, str]
 ) -> M3Heads | None:
     """Return the heads in a checkpoint folder, None without any.
-
-    Args:
-        special_tokens: texts of special tokens by name.
 
     Raises:
         CheckpointError: a file of them is damaged, or does not fit the model.
