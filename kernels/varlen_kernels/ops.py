@@ -33,10 +33,10 @@ def decode_programs(device: torch.device, **shapes: Any) -> int:
     """Return the number of programs that read one context in a decode step.
 
     Args:
-        shapes: see `varlen_kernels.triton.attention_decode.decode_splits`.
+        shapes: see `varlen_kernels.triton.attention_paged.decode_splits`.
     """
     if device.type != "cuda":
         return 1
-    from varlen_kernels.triton.attention_decode import decode_splits
+    from varlen_kernels.triton.attention_paged import decode_splits
 
     return decode_splits(device, **shapes).count

@@ -13,10 +13,13 @@ from rich.console import Console
 
 from varlen.errors import ConfigError, VarlenError
 from varlen.execution.device import check_task_dtype
+from varlen.execution.int8.calibrated_models import (
+    CALIBRATION_KV,
+    CalibratedDecoder,
+    CalibratedEncoder,
+)
 from varlen.execution.int8.calibration import Calibration
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.int8_model import (
     LEAST_TEXTS,
     MAX_LAYER_ERROR,

@@ -15,8 +15,7 @@ from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.decoding.search.beam_search import BeamSearch
-from varlen.decoding.search.device_search import DeviceSearch
+from varlen.decoding.search.beam_search import BeamSearch, DeviceSearch
 from varlen.decoding.search.searcher import Searcher
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Int32Array, new_tuple

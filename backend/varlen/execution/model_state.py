@@ -22,8 +22,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters, is_of_adapters
 from varlen.execution.arenas import caches_of, new_caches
-from varlen.execution.cpu.runner import CpuRunner, CpuSteps, StepCores
-from varlen.execution.cpu.search_steps import SearchSteps
+from varlen.execution.cpu.runner import CpuRunner, CpuSteps, SearchSteps, StepCores
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.model_info import GraphUse

@@ -27,8 +27,11 @@ from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths, in_l
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
-from varlen.execution.int8.int8_decoder import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.int8.int8_encoder import CalibratedEncoder
+from varlen.execution.int8.calibrated_models import (
+    CALIBRATION_KV,
+    CalibratedDecoder,
+    CalibratedEncoder,
+)
 from varlen.execution.int8.int8_model import to_int8
 from varlen.execution.int8.quantization import BITS, WeightBits, product_of
 from varlen.execution.int8.weight_codes import Codes, to_codes
@@ -44,9 +47,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
 from varlen.program.adapters import AdapterTables
 from varlen.program.program import Program, Value, bytes_of
-from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
-from varlen.program.stages import StageProgram
+from varlen.program.stages import Rank, StageProgram
 from varlen.tasks import TASKS, Task
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
 

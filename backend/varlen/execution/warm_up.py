@@ -20,7 +20,7 @@ import torch
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cuda.buckets import Bucket
+from varlen.execution.cuda.graphs import Bucket
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo

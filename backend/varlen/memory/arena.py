@@ -254,11 +254,11 @@ class Arena:
     def allocate_several(self, parts: Sequence[Dims]) -> list[Region]:
         """Return the regions of parts that run at the same time; none if too large."""
         plans = [self.layout.plan(dims) for dims in parts]
-        return self._reserve(plans) if sum(map(_room, plans)) <= self.capacity else []
+        return self._reserve(plans) if _footprint(plans) <= self.capacity else []
 
     def _reserve(self, plans: Sequence[ShapePlan]) -> list[Region]:
         """Return regions of these plans, one behind another."""
-        footprint = sum(map(_room, plans[:-1])) + plans[-1].footprint
+        footprint = _footprint(plans)
         reached = self._high_water.add(footprint)
         if reached is not None:
             self._chunk.release(reached)
@@ -270,6 +270,10 @@ class Arena:
             Region(self._chunk.memory[begin : begin + plan.footprint], plan.offsets)
             for begin, plan in zip(begins, plans, strict=False)
         ]
+
+
+def _footprint(plans: Sequence[ShapePlan]) -> int:
+    return sum(map(_room, plans[:-1])) + plans[-1].footprint
 
 
 def _room(plan: ShapePlan) -> int:

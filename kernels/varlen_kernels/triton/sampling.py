@@ -126,7 +126,7 @@ def _count_parts_kernel(
     counts_ptr += row * (PARTS * _BUCKETS) + tl.arange(0, _BUCKETS)
     tl.store(counts_ptr + part * _BUCKETS, counts)
     state_ptr += row * _STATE
-    # the stores of all threads come before the arrival, see `attention_decode`
+    # the stores of all threads come before the arrival, see `attention_paged`
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + _COUNTED, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
         total = tl.zeros([_BUCKETS], tl.int32)

@@ -21,7 +21,7 @@ from varlen.errors import EngineError, ModelFaultError
 from varlen.execution import arenas, device
 from varlen.execution import runner as runner_module
 from varlen.execution import warm_up as warm_up_module
-from varlen.execution.cuda.buckets import Buckets
+from varlen.execution.cuda.graphs import Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.executor import OverlappingExecutor

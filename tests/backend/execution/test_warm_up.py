@@ -16,7 +16,7 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError, ModelFaultError
 from varlen.execution import runner as runner_module
 from varlen.execution import warm_up as warm_up_module
-from varlen.execution.cuda.buckets import Bucket, Buckets
+from varlen.execution.cuda.graphs import Bucket, Buckets
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims

@@ -169,3 +169,14 @@ def test_the_largest_footprint_of_each_window_is_kept(footprints, window):
             assert kept is None
         else:
             assert kept == max(footprints[done - window : done])
+
+
+def test_the_largest_batch_fits_as_the_only_part():
+    arena = make_arena()
+
+    (region,) = arena.allocate_several([arena.largest])
+
+    # the part ends within a page
+    assert len(region.memory) == arena.capacity
+    assert arena.capacity % 4096
+    assert arena.allocate_several([arena.largest, arena.largest]) == []

@@ -17,14 +17,13 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.cpu import stage_cut
-from varlen.execution.handoffs import Handoffs
+from varlen.execution.rank_link import Handoffs
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES
-from varlen.program.rank import ALONE
-from varlen.program.stages import Stage
+from varlen.program.stages import ALONE, Stage
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     Masks,

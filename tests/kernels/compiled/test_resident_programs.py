@@ -8,8 +8,11 @@ from varlen_bench.inspect_kernels import ARCHES, compile_call
 from varlen_bench.machine_code import read_machine_code
 from varlen_bench.ops.compiled import CompiledCall
 from varlen_kernels.reference.paged import FP8
-from varlen_kernels.triton.attention_decode import candidate_launches, resident_programs
-from varlen_kernels.triton.attention_paged import attention_paged
+from varlen_kernels.triton.attention_paged import (
+    attention_paged,
+    candidate_launches,
+    resident_programs,
+)
 
 # Limits of a multiprocessor; shared memory by compute capability.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".

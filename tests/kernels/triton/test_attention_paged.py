@@ -9,7 +9,8 @@ from triton.runtime.interpreter import interpreter_builder
 
 from varlen_kernels import reference
 from varlen_kernels.reference.paged import FP8
-from varlen_kernels.triton import arrivals, attention_decode, paged_tiles
+from varlen_kernels.triton import arrivals, paged_tiles
+from varlen_kernels.triton import attention_paged as paged
 from varlen_kernels.triton.attention_paged import attention_paged as attend
 from varlen_kernels.triton.splits import Splits, choose_splits
 from varlen_kernels.tuning import forced_launch
@@ -89,7 +90,7 @@ def small_launches(monkeypatch, device):
         chosen = choose_splits(programs, 4 if device.type == "cpu" else wave, longest)
         return replace(chosen, min_keys=32)
 
-    monkeypatch.setattr(attention_decode, "choose_splits", short_splits)
+    monkeypatch.setattr(paged, "choose_splits", short_splits)
 
 
 @DTYPES
@@ -158,7 +159,7 @@ def test_a_chunk_may_begin_and_end_anywhere_in_a_block(new, context, device):
 @pytest.mark.parametrize("context", [1, 64, 65, 100])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_splits_may_be_full_partial_or_empty(splits, context, device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(splits, 32))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(splits, 32))
 
     check_against_reference([(1, context)], 16, torch.float32, device)
 
@@ -170,7 +171,7 @@ def test_splits_may_be_full_partial_or_empty(splits, context, device, monkeypatc
 def test_the_last_program_merges_more_splits_than_it_reads_at_once(
     heads, key_heads, head_dim, dtype, device, monkeypatch
 ):
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(9, 1))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(9, 1))
     settings = {"num_heads": heads, "num_kv_heads": key_heads}
 
     # nine splits, two, and one, which nothing merges
@@ -179,7 +180,7 @@ def test_the_last_program_merges_more_splits_than_it_reads_at_once(
 
 
 def test_counters_of_arrivals_are_0_after_each_launch(device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 1))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(4, 1))
     inputs = paged_inputs([(1, 300), (3, 200), (1, 33)], 16, torch.float32, device)
     settings = {**HEADS, "scale": 0.25}
 
@@ -194,7 +195,7 @@ def test_counters_of_arrivals_are_0_after_each_launch(device, monkeypatch):
 def test_the_result_does_not_depend_on_the_order_of_programs(device, monkeypatch):
     if device.type == "cuda":
         pytest.skip("a GPU has an order of its own")
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 1))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(4, 1))
     inputs = paged_inputs([(1, 300), (1, 70), (1, 20)], 16, torch.float32, device)
     settings = {**HEADS, "scale": 0.25}
     expected = attend(**inputs, **settings)
@@ -211,7 +212,7 @@ def test_the_result_does_not_depend_on_the_order_of_programs(device, monkeypatch
 
 
 def test_more_sequences_than_before_have_more_counters(device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(2, 1))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(2, 1))
     monkeypatch.setattr(arrivals, "_FEWEST_ARRIVALS", 1)
     monkeypatch.setattr(arrivals, "_arrivals", {})
 
@@ -341,7 +342,7 @@ def test_every_candidate_launch_of_splits_matches_the_reference(device):
     expected = reference64(inputs, **settings)
     key = (64, 2, torch.float16)
 
-    launches = attention_decode.candidate_launches(*key)
+    launches = paged.candidate_launches(*key)
     for launch in launches if device.type == "cuda" else launches[:1]:
         with forced_launch("attention_decode", key, launch):
             actual = attend(**inputs, **settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from varlen_kernels import reference
-from varlen_kernels.triton import attention_decode
+from varlen_kernels.triton import attention_paged as paged
 from varlen_kernels.triton import paged_tiles as module
 from varlen_kernels.triton.attention_paged import attention_paged
 from varlen_kernels.triton.paged_tiles import paged_launch, paged_tiles
@@ -94,7 +94,7 @@ def test_attention_has_the_same_bits_with_a_table_made_before(step, window, devi
 
 
 def test_a_long_context_beside_a_chunk_is_read_in_splits(device, monkeypatch):
-    monkeypatch.setattr(attention_decode, "choose_splits", lambda *_: Splits(4, 32))
+    monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(4, 32))
     inputs, _ = table_inputs([(5, 9), (1, 100)], device)
     settings = {**HEADS, "scale": 0.3}
     made, allocate = [], torch.empty

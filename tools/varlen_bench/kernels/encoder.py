@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from varlen.config import DType, EngineConfig
-from varlen.execution.cuda.buckets import Buckets
+from varlen.execution.cuda.graphs import Buckets
 from varlen.execution.packing import InputLayout, fill_inputs, prompt_arrays
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Region, alignment_of

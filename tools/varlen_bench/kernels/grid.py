@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from varlen.execution.cuda.buckets import Buckets
+from varlen.execution.cuda.graphs import Buckets
 from varlen_bench.ops.call import OpCall
 from varlen_bench.ops.table import op_call
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape

@@ -20,8 +20,12 @@ import torch
 from torch import Tensor
 
 from varlen.decoding.sampling.token_bias import BadWords, add_to_rows
-from varlen.decoding.search.beam_search import BeamSearch, Candidate
-from varlen.decoding.search.device_search import DeviceSearch, can_leave_to_device
+from varlen.decoding.search.beam_search import (
+    BeamSearch,
+    Candidate,
+    DeviceSearch,
+    can_leave_to_device,
+)
 from varlen.decoding.search.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array

@@ -29,8 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.execution.cuda.buckets import Bucket, Buckets
-from varlen.execution.cuda.graphs import CudaGraphs, Replay, capture_each, on_host
+from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, capture_each, on_host
 from varlen.execution.cuda.step_fusion import MOST_ROWS, fuse_steps
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of

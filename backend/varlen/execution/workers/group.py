@@ -28,14 +28,13 @@ from torch import Tensor, distributed
 from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
 from varlen.execution.device import device_name
-from varlen.execution.handoffs import Handoffs
+from varlen.execution.rank_link import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
 from varlen.memory.shared import map_shared, new_shared
 from varlen.processes import end_with_parent
 from varlen.program.program import NO_STATES
-from varlen.program.rank import ALONE, RANKS, Rank
-from varlen.program.stages import NO_STAGES, Stage
+from varlen.program.stages import ALONE, NO_STAGES, RANKS, Rank, Stage
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 from varlen_kernels.reference.ranks import failed_rank
 

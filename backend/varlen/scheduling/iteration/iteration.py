@@ -189,7 +189,6 @@ class IterationScheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._step_numbers = count()
         self._is_pipeline = limits.stages > 1
-        self._step_latency_seconds = limits.step_latency_seconds
         self._max_in_flight = limits.stages if self._is_pipeline else MAX_STEPS
         # whether the last try found that the next step needs the end of one in flight
         self._is_blocked = False
@@ -398,7 +397,7 @@ class IterationScheduler:
             return None
         if not parts:
             return None
-        latency = self._step_latency_seconds
+        latency = self._limits.step_latency_seconds
         tokens = size.tokens
         if max([part.remaining for part in parts]) > 1 or self._limits.speculation:
             tokens = tokens_of_step(parts, tokens, self._cost, latency, beside=busy)

@@ -20,6 +20,7 @@ from varlen.execution.cpu.linear_paths import paths_of
 from varlen.execution.device import choose_dtype
 from varlen.execution.int8 import calibration as quality
 from varlen.execution.int8 import int8_model
+from varlen.execution.int8.calibrated_models import CalibratedEncoder
 from varlen.execution.int8.calibration import (
     Calibration,
     VectorQuality,
@@ -28,7 +29,6 @@ from varlen.execution.int8.calibration import (
     weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.int8_encoder import CalibratedEncoder
 from varlen.execution.int8.layer_inputs import calibrate_layers
 from varlen.execution.int8.quantization import (
     LayerCodes,

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from tests.checkpoints import change_tensors, save_checkpoint
-from varlen.execution.cpu import search_steps
-from varlen.execution.cpu.runner import StepCores
-from varlen.execution.cpu.search_steps import SearchSteps
+from varlen.execution.cpu import runner as cpu_runner
+from varlen.execution.cpu.runner import SearchSteps, StepCores
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.device_plan import NOT_TAKEN
@@ -128,7 +127,7 @@ def test_a_step_without_memory_is_taken_by_a_later_launch(folder, expected, coun
         return run_calls(*arguments)
 
     monkeypatch.setattr(SearchSteps, "run", with_a_failure)
-    monkeypatch.setattr(search_steps, "run_parts", one_after_another)
-    monkeypatch.setattr(search_steps, "run_calls", fail_once)
+    monkeypatch.setattr(cpu_runner, "run_parts", one_after_another)
+    monkeypatch.setattr(cpu_runner, "run_calls", fail_once)
 
     assert translations(folder) == expected

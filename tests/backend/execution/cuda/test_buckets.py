@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.execution.cuda.buckets import Bucket, Buckets
+from varlen.execution.cuda.graphs import Bucket, Buckets
 
 
 @given(st.data(), st.integers(1, 70_000))
