@@ -467,7 +467,7 @@ _ROWS = (
         in_place=(1, 0),
         results="total out",
     ),
-    Op(reference.linear, _product, "cpu"),
+    Op(reference.linear, _product, "cpu fused"),
     Op(reference.linear, _product, "cpu", name="linear_widened"),
     Op(reference.linear, None, "cpu", name="linear_packed"),
     Op(

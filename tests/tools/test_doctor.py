@@ -580,7 +580,7 @@ def test_speed_of_other_tasks(words, monkeypatch, task, lengths):
 @pytest.mark.parametrize(
     "folder, arguments, message",
     [
-        ("Tiny-Encoder", ("--set", "dtype=fp8"), 'dtype is "fp8"; allowed'),
+        ("Tiny-Encoder", ("--set", "dtype=fp9"), 'dtype is "fp9"; allowed'),
         ("nowhere", (), "nowhere is not a folder; `varlen fetch` downloads models of the hub"),
     ],
     ids=["a wrong setting", "no folder"],

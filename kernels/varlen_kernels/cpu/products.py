@@ -8,6 +8,7 @@ from torch import Tensor
 from varlen_kernels import Activation, reference
 from varlen_kernels.cpu.calls.calls import compiled_form
 from varlen_kernels.op_table import OPS
+from varlen_kernels.reference.linear_layers import LinearWeight
 
 # Elements of a weight that are fp32 at one time: 4 MiB, which stay in the cache until they are multiplied.
 _TILE_ELEMENTS = 1 << 20
@@ -36,9 +37,10 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def linear_packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return `linear` of a weight that `pack_weight` made, `[tokens, features]`."""
+    assert isinstance(weight, Tensor)
     if not len(x):
         return x.new_empty(0, weight.shape[0]) if out is None else out
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -46,9 +48,10 @@ def linear_packed(
 
 
 def linear_widened(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return `linear` of 16-bit operands, multiplied and summed in fp32."""
+    assert isinstance(weight, Tensor)
     hidden, features = weight.shape
     if out is None:
         out = x.new_empty(len(x), features)
@@ -63,7 +66,7 @@ def linear_widened(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Return `reference.linear`, widened where oneDNN does not multiply bf16."""
     is_slow = x.dtype == torch.bfloat16 and not can_pack(torch.bfloat16)
@@ -72,7 +75,7 @@ def linear(
 
 def linear_activate(
     x: Tensor,
-    weight: Tensor,
+    weight: LinearWeight,
     bias: Tensor | None = None,
     *,
     kind: Activation,
