@@ -30,7 +30,7 @@ from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file, read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.stages import ALONE, Rank
+from varlen.program.rank import ALONE, Rank
 from varlen.tasks import TASKS, Task
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
 from varlen_kernels.cpu.native.target_cpu import target_cpu

@@ -47,8 +47,9 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
 from varlen.program.adapters import AdapterTables
 from varlen.program.program import Program, Value, bytes_of
+from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
-from varlen.program.stages import Rank, StageProgram
+from varlen.program.stages import StageProgram
 from varlen.tasks import TASKS, Task
 from varlen_kernels.cpu.calls.calls import has_compiled_ops
 

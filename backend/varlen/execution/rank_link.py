@@ -22,7 +22,8 @@ from torch import Tensor
 from varlen.memory.shared import map_shared
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, Value
-from varlen.program.stages import ALONE, NO_STAGES, Rank, Stage, StageProgram
+from varlen.program.rank import ALONE, Rank
+from varlen.program.stages import NO_STAGES, Stage, StageProgram
 
 # Alignment of a value: two stages share no line of a cache.
 _ALIGNMENT = 64

@@ -17,8 +17,8 @@ from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint, encoder_head
 from varlen.models.registry import FAMILIES, family_of
 from varlen.program.program import Value
+from varlen.program.rank import ALONE, Rank
 from varlen.program.recorder import Recorder
-from varlen.program.stages import ALONE, Rank
 from varlen.tasks import TASKS, Task
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.program.stages import ALONE
+from varlen.program.rank import ALONE
 
 if TYPE_CHECKING:
     from torch import Tensor

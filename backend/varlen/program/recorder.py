@@ -21,7 +21,7 @@ from varlen.program.adapters import (
 )
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Op, Operand, Program, State, Value, Weights
-from varlen.program.stages import ALONE, RANKS, Rank
+from varlen.program.rank import ALONE, RANKS, Rank
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
 from varlen_kernels.op_table import OPS, RANK_STEP
 from varlen_kernels.reference.attention import Distances

@@ -26,7 +26,8 @@ from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
 from varlen.models.registry import FAMILIES
-from varlen.program.stages import NO_STAGES, RANKS, Rank
+from varlen.program.rank import RANKS, Rank
+from varlen.program.stages import NO_STAGES
 from varlen.request.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels.reference.rank_memory import rank_words
 

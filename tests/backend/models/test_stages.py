@@ -23,7 +23,8 @@ from varlen.execution.token_state import NoChooser
 from varlen.memory.shared import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES
-from varlen.program.stages import ALONE, Stage
+from varlen.program.rank import ALONE
+from varlen.program.stages import Stage
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     Masks,

@@ -34,7 +34,8 @@ from varlen.execution.workers.process import ControlledProcess, Setup, longest_w
 from varlen.memory.shared import map_shared, new_shared
 from varlen.processes import end_with_parent
 from varlen.program.program import NO_STATES
-from varlen.program.stages import ALONE, NO_STAGES, RANKS, Rank, Stage
+from varlen.program.rank import ALONE, RANKS, Rank
+from varlen.program.stages import NO_STAGES, Stage
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 from varlen_kernels.reference.ranks import failed_rank
 

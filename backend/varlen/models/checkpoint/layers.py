@@ -17,7 +17,7 @@ from weakref import ReferenceType, ref
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint.quantized_tensors import BLOCK_STEP
 from varlen.program.adapters import LayerCut, LayerPart, LayerParts
-from varlen.program.stages import ALONE, Rank
+from varlen.program.rank import ALONE, Rank
 
 if TYPE_CHECKING:
     import torch
