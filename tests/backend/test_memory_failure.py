@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import varlen_kernels.cpu
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import EngineError
+from varlen.memory.arena import Arena
 
 # More than the address space of any machine.
 TOO_MANY_BYTES = 1 << 60
@@ -30,16 +30,16 @@ def onednn_refuses():
 
 @pytest.fixture
 def limit_memory(monkeypatch):
-    """Return a function that makes an op fail above a number of tokens."""
-    pool = varlen_kernels.cpu.pool
+    """Return a function that makes batches fail above a number of tokens."""
+    allocate = Arena.allocate
 
     def make(refuse, max_tokens):
-        def limited_pool(x, *args, **kwargs):
-            if len(x) > max_tokens:
+        def limited(arena, dims):
+            if dims["tokens"] > max_tokens:
                 refuse()
-            return pool(x, *args, **kwargs)
+            return allocate(arena, dims)
 
-        monkeypatch.setattr(varlen_kernels.cpu, "pool", limited_pool)
+        monkeypatch.setattr(Arena, "allocate", limited)
 
     return make
 
