@@ -1,4 +1,4 @@
-"""The memory of this process: what it no longer needs goes back to the system.
+"""The memory of this process, which returns to the system when it is no longer needed.
 
 Requests of random sizes leave gaps in the heap of every thread.
 """

@@ -40,7 +40,7 @@ from varlen_client.waits import cancel_all
 
 _LOG = logging.getLogger("varlen.gateway")
 
-# As many as OpenAI takes in a file.
+# As many as OpenAI allows in a file.
 MAX_REQUESTS = 50_000
 # Most files of an API key; the outputs of batches count, but are never refused.
 MAX_FILES = 1000
@@ -311,7 +311,7 @@ class BatchBody(Fields):
     endpoint: StrictStr
     """The path of each request."""
     completion_window: Literal["24h"] = "24h"
-    """Ignored: a batch has no end of time."""
+    """Ignored: a batch does not expire."""
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
         Field(max_length=16),

@@ -3,7 +3,7 @@
 In a step that only searches take, all is compiled: beams follow the ones that they continue, blocks are copied, the
 program runs, and the next beams are chosen. So a step is one table of calls, and the next one the same table with other
 positions. Searches are independent of each other: where it is faster, each core runs the steps of some of them, with
-intermediates of its own, and the cores meet at the end of the launch alone. A launch ends before its last step when a
+intermediates of its own, and the cores meet only at the end of the launch. A launch ends before its last step when a
 search has ended, whose answer would wait, or when a request has come.
 docs/decisions/0132-launches-of-searches.md has measurements.
 """

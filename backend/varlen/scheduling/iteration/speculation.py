@@ -1,7 +1,7 @@
 """Drafts of the next tokens of a sequence, which one step verifies.
 
 The last tokens are looked up in the tokens before them, and what followed there is the draft. Each drafted token is a
-row of the step, as a token of another sequence is. What it chooses counts if the rows before it chose the drafted
+row of the step, as a token of another sequence is. Its choice counts if the rows before it chose the drafted
 tokens. docs/decisions/0134-drafted-tokens.md has the reasons.
 
 Source: prompt lookup decoding (Saxena 2023) and LLMA (Yang et al. 2023, arXiv:2304.04487).
