@@ -1,4 +1,4 @@
-"""The memory of this process, which returns to the system when it is no longer needed.
+"""The memory of this process, which goes back to the system after its use.
 
 Requests of random sizes leave gaps in the heap of every thread.
 """
