@@ -124,7 +124,7 @@ def code_problems(wheel: Path, *, all_levels: bool = False) -> list[str]:
     # only this check needs what compiles them
     from varlen_kernels.cpu.calls.machine_code import file_name
     from varlen_kernels.cpu.native.target_cpu import LEVELS
-    from varlen_kernels.op_table import ENTRIES
+    from varlen_kernels.functions import ENTRIES
 
     with zipfile.ZipFile(wheel) as archive:
         found = {PurePosixPath(name).name for name in fnmatch.filter(archive.namelist(), CODE)}

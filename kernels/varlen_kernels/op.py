@@ -1,38 +1,41 @@
 """What the table of ops consists of, see `op_table`.
 
-Nothing here imports Triton or numba: a row describes machine code by the names and kinds of its arguments.
+Nothing here imports torch, Triton or numba: a row describes machine code by the names and kinds of its arguments.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from operator import attrgetter, itemgetter
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Arguments of an op by name. In a program they are symbolic: they have a shape and a dtype.
 Arguments: TypeAlias = Mapping[str, Any]
 # Whether compiled functions are faster than the specification, given the operands and the attributes.
 Runs: TypeAlias = Callable[[Sequence[Any], Arguments], bool]
 # Shape and dtype of each result.
-Results: TypeAlias = Sequence[tuple[Sequence[Any], torch.dtype]]
+Results: TypeAlias = "Sequence[tuple[Sequence[Any], torch.dtype]]"
 # Rows and columns of a tensor: axes after the first count as one.
 Extent: TypeAlias = tuple[int, int]
 
-# Dtypes of tensors, by letter; "d" is the dtype of a model, for which a function has a name of its own.
-DTYPES: Mapping[str, torch.dtype] = {
-    "f": torch.float32,
-    "e": torch.float64,
-    "?": torch.bool,
-    "b": torch.int8,
-    "u": torch.uint8,
-    "i": torch.int32,
-    "l": torch.int64,
+# Names of the dtypes of tensors, by letter; "d" is the dtype of a model, for which a function has a name of its own.
+DTYPES: Mapping[str, str] = {
+    "f": "float32",
+    "e": "float64",
+    "?": "bool",
+    "b": "int8",
+    "u": "uint8",
+    "i": "int32",
+    "l": "int64",
 }
-SUFFIXES: Mapping[torch.dtype, str] = {torch.float32: "", torch.bfloat16: "_bf16"}
+SUFFIXES: Mapping[str | None, str] = {"float32": "", "bfloat16": "_bf16"}
 # Dtypes whose every number is one of fp32.
-_NARROW = (torch.float16, torch.bfloat16)
+_NARROW = ("float16", "bfloat16")
 
 
 class Kind(NamedTuple):
@@ -167,19 +170,26 @@ class Function:
 
     def entry_for(self, dtypes: Sequence[torch.dtype | None]) -> str | None:
         """Return the name of the code for these dtypes; None if there is none."""
-        for given, dtype in zip(dtypes, self._dtypes, strict=True):
+        names = _names(dtypes)
+        for given, dtype in zip(names, self._dtypes, strict=True):
             if None not in (given, dtype) and given != dtype:
                 return None
-        suffixes = {SUFFIXES.get(dtype) for i in self._of_model if (dtype := dtypes[i])}
+        suffixes = {SUFFIXES.get(dtype) for i in self._of_model if (dtype := names[i])}
         suffix = suffixes.pop() if suffixes else ""
         return None if suffixes or suffix is None else self.name + suffix
 
     def widened(self, dtypes: Sequence[torch.dtype | None]) -> list[int]:
         """Return the numbers of the tensors of 16 bits that it reads as fp32."""
-        return [i for i in self._read_fp32 if dtypes[i] in _NARROW]
+        names = _names(dtypes)
+        return [i for i in self._read_fp32 if names[i] in _NARROW]
 
-    def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> "Call":
+    def of(self, *, where: Callable[[Arguments], bool] | None = None, **given: Any) -> Call:
         return Call(self, given, where)
+
+
+def _names(dtypes: Sequence[torch.dtype | None]) -> list[str | None]:
+    """Return the name of each dtype, which torch prints behind its own."""
+    return [None if each is None else str(each).rpartition(".")[2] for each in dtypes]
 
 
 class Bound(NamedTuple):

@@ -12,269 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varlen_kernels import Activation, Pooling, reference
-from varlen_kernels.op import (
-    Arguments,
-    Call,
-    Extent,
-    Function,
-    Op,
-    Results,
-    Runs,
-    Work,
-    WorkOf,
-    work_of_rows,
-)
+from varlen_kernels import functions, reference
+from varlen_kernels.functions import ACTIVATIONS, NO_ACTIVATION, POOLINGS
+from varlen_kernels.op import Arguments, Call, Function, Op, Results, Runs
 from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
 from varlen_kernels.reference.logit_edits import check_edits
 from varlen_kernels.reference.paged import check_copies
 from varlen_kernels.reference.sampling import check_sampling
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
-# Numbers of activations in machine code.
-NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU = range(5)
-ACTIVATIONS: Mapping[Activation, int] = {
-    "gelu": GELU,
-    "gelu_tanh": GELU_TANH,
-    "silu": SILU,
-    "relu": RELU,
-}
-# Poolings by their number in machine code: means come last.
-POOLINGS: tuple[Pooling, ...] = ("cls", "last", "max", "sum", "mean", "mean_sqrt", "weighted_mean")
-# Tokens of a block of a product: their rows stay in the second-level cache while each panel of a weight passes. A
-# multiple of the rows of every tile.
-BLOCK = 96
-# What the ranks and the width of tables for adapters are multiples of: columns that products read at a time.
-RANK_STEP, WIDTH_STEP = 16, 64
-
-# Multiplications that take as long as reading a number of a weight; as one head of a sequence's cache; as one logit of
-# a choice by chance; as one logit of a beam step; as one number that is pooled.
-_OF_WEIGHT, _OF_HEAD, _OF_SAMPLED, _OF_SEARCHED, _OF_POOLED = 8, 1 << 16, 128, 64, 4
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
-
 # Forms of most ops.
 _BOTH = "cpu fused"
-
-
-def _beams(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-    """A unit is a sequence, whose beams have a row of logits each."""
-    (rows, columns), (sequences, _beams) = extents[:2]
-    return Work(sequences, _OF_SEARCHED * rows * columns)
-
-
-def _panels(divisor: int) -> WorkOf:
-    """A unit is a panel of a block of rows."""
-
-    def work(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-        (rows, _hidden), (panels, numbers) = extents[:2]
-        multiplications = (rows + _OF_WEIGHT) * panels * numbers // divisor
-        return Work(-(-rows // BLOCK) * panels, multiplications)
-
-    return work
-
-
-def _panels_of_groups(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-    """A unit is a panel of a group."""
-    (rows, _hidden), (panels, numbers), (bounds, _one) = extents[:3]
-    read = rows + _OF_WEIGHT * min(rows, bounds - 1)
-    return Work(panels, read * panels * numbers // max(1, bounds - 1))
-
-
-def _rows_of_groups(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-    """A unit is a row of a group."""
-    (rows, _one), (bounds, _one), (_slots, first), (_slots, second) = extents[1:5]
-    read = rows + _OF_WEIGHT * min(rows, bounds - 1)
-    return Work(rows, read * (first + second))
-
-
-def _heads_of_contexts(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
-    """A unit is a key head of a sequence."""
-    (tokens, _), (sequences, _), num_kv_heads = extents[0], extents[4], int(constants[1])
-    return Work(sequences * num_kv_heads, _OF_HEAD * tokens * num_kv_heads)
-
-
-def _heads_of_sequences(place: int) -> WorkOf:
-    """A unit is a head of a sequence; the constant in this place counts them."""
-
-    def work(extents: Sequence[Extent], constants: Sequence[float]) -> Work:
-        (tokens, columns), sequences = extents[0], extents[1][0] - 1
-        multiplications = tokens * tokens // max(1, sequences) * columns
-        return Work(sequences * int(constants[place]), multiplications)
-
-    return work
-
-
-def _one_unit(extents: Sequence[Extent], _: Sequence[float]) -> Work:
-    """One thread does it all."""
-    return Work(1, extents[0][0] * extents[0][1])
-
-
-_NORM = Function(
-    "norm",
-    "x:matrix residual:matrix weight:row bias:row total=matrix out=matrix eps:real is_rms:flag",
-    work_of_rows(-1),
-)
-# the second half of a row of x, if it has one, is a factor
-_ACTIVATE = Function("activate", "x:matrix bias:row out=matrix kind:whole", work_of_rows(-1))
-_GATHER = Function(
-    "gather",
-    "ids:ids table:matrix ids_2:ids table_2:matrix ids_3:ids table_3:matrix out=matrix scale:real",
-    work_of_rows(-1),
-)
-_COPY_APART = Function(
-    "copy_apart",
-    "x:matrix x_address:address_of_x out=matrix out_address:address_of_out",
-    # nothing to share: in a program there is seldom something to copy
-    lambda _extents, _constants: Work(1, 0),
-)
-_LOCAL_IDS = Function("local_ids", "ids:ids out=ids begin:whole count:whole", work_of_rows(-1))
-_ROTATE = Function(
-    "rotate",
-    "qkv:matrix position_ids:ids cos_sin:fp32 no_weight:row out=matrix heads:whole head_dim:whole",
-    work_of_rows(-1),
-)
-_MULTIPLY = Function(
-    "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
-)
-# a word has eight codes, as many as it takes multiplications to read
-_MULTIPLY_BLOCKS = Function(
-    "multiply_blocks",
-    "x:matrix panels:int32 scales:fp32 bias:row out=matrix size:whole",
-    _panels(1),
-)
-_MULTIPLY_GROUPS = Function(
-    "multiply_groups",
-    "x:matrix panels:matrix cu_groups:ids bias:matrix out=matrix",
-    _panels_of_groups,
-)
-_ADD_ADAPTERS = Function(
-    "add_adapters",
-    "x:matrix rows:ids cu_groups:ids first:of_ranks second:of_width spans:int32 bias:matrix out=matrix"
-    " ranks:whole width:whole",
-    _rows_of_groups,
-)
-_CHOOSE_EXPERTS = Function(
-    "choose_experts", "logits:fp32 weights=fp32 places=int32 normalize:whole", work_of_rows(0)
-)
-_SORT_CHOICES = Function("sort_choices", "places=int32 rows=ids cu_groups=ids", _one_unit)
-_SUM_EXPERTS = Function(
-    "sum_experts", "x:matrix weights:fp32 places:int32 bias:row out=matrix", work_of_rows(-1)
-)
-_POOL = Function(
-    "pool",
-    "x:matrix cu_seqlens:ids normalize:flags unpooled_lengths:ids rows:ids out=fp32 mode:whole",
-    # a unit is a sequence
-    lambda extents, _: Work(extents[-1][0], _OF_POOLED * extents[0][0] * extents[0][1]),
-)
-_WIDEN = Function("widen", "x:matrix out=fp32", work_of_rows(-1))
-_OF_INT8 = (
-    "x:fp32 panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=fp32 levels:whole"
-    " kind:whole"
-)
-_MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
-# a byte has two codes of 4 bits
-_MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1), "multiply_codes")
-QUANTIZE = Function(
-    "quantize",
-    "x:fp32 outliers:int64_vector codes=uint8 factors=fp32 levels:whole lowest:whole",
-    work_of_rows(0, 0),
-)
-_OF_SUMS = "sums:{} factors:fp32 scale:fp32_row fp32_rows:fp32 out=fp32"
-DEQUANTIZE = Function("dequantize", _OF_SUMS.format("fp32"), work_of_rows(0, 0))
-DEQUANTIZE_INT32 = Function(
-    "dequantize_int32", _OF_SUMS.format("int32"), work_of_rows(0, 0), "dequantize"
-)
-_APPEND = Function(
-    "append",
-    "qkv:matrix slots:int64_vector keys=cache values=cache position_ids:ids cos_sin:fp32"
-    " query_weight:row key_weight:row out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
-    " head_dim:whole eps:real",
-    work_of_rows(0),
-)
-_ATTEND_TOKENS, _ATTEND_CHUNKS = (
-    Function(
-        name,
-        "queries:matrix keys:cache values:cache cu_seqlens:ids context_lens:ids blocks:ids"
-        " cu_blocks:ids bias:bias out=matrix num_heads:whole num_kv_heads:whole block_size:whole"
-        " head_dim:whole scale:real window:whole soft_cap:real",
-        _heads_of_contexts,
-    )
-    for name in ("attend_tokens", "attend_chunks")
-)
-_ATTEND, _ATTEND_ROUNDED = (
-    Function(
-        name,
-        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias key_lengths:ids out={kind}"
-        " num_heads:whole num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
-        _heads_of_sequences(1),
-        "attend",
-    )
-    for name, kind, factors in (
-        ("attend", "matrix", "like_qkv"),
-        ("attend_rounded", "fp32", "halves"),
-    )
-)
-_ATTEND_DISTANCES, _ATTEND_DISTANCES_ROUNDED = (
-    Function(
-        name,
-        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias distance_rows:ids"
-        f" distance_keys:{kind} distance_queries:{kind} key_lengths:ids out={kind} num_heads:whole"
-        " scale:real is_causal:flag window:whole",
-        _heads_of_sequences(0),
-        "attend_distances",
-    )
-    for name, kind, factors in (
-        ("attend_distances", "matrix", "like_qkv"),
-        ("attend_distances_rounded", "fp32", "halves"),
-    )
-)
-_COPY_BLOCKS = Function(
-    "copy_blocks",
-    "memory=memory copies:int32 block_bytes:whole cache_bytes:whole",
-    work_of_rows(0, 0),
-)
-_ALL_REDUCE, _GATHER_COLUMNS = (
-    Function(
-        name,
-        "x:matrix x_address:address_of_x ranks=ranks out=matrix out_address:address_of_out"
-        " rank:whole size:whole",
-        _one_unit,
-    )
-    for name in ("all_reduce", "gather_columns")
-)
-_SAMPLE = Function(
-    "sample",
-    "logits:fp32 bits:bits_of_logits temperature:fp32_vector top_k:ids top_p:fp32_vector"
-    " min_p:fp32_vector uniform:fp64_vector out=ids",
-    work_of_rows(0, _OF_SAMPLED),
-)
-_EDIT_LOGITS = Function(
-    "edit_logits",
-    "token_ids:ids logit_rows:ids rows:int32 penalties:fp32 begun_tokens:ids begun_counts:ids"
-    " begun_biases:fp32_vector logits=fp32 tokens=int32 counts=int32 biases=fp32 sizes=ids",
-    work_of_rows(2, 0),
-)
-STEP_BEAMS = Function(
-    "step_beams",
-    "logits:fp32 beam_scores:fp32 finished:flags bounds:int64_vector edit_tokens:ids"
-    " edit_factors:fp32_vector tokens=int32 parents=int32 scores=fp32",
-    _beams,
-)
-_FOLLOW_BEAMS = Function(
-    "follow_beams",
-    "searches:int32 beam_slots:ids given:int32 context_lens:ids cu_blocks:ids tables=of_beams"
-    " parents=int32 tokens=int32 token_ids=ids block_ids=ids slots=int64_vector copies=int32"
-    " block_size:whole",
-    work_of_rows(0, 0),
-)
-_ADVANCE_SEARCHES = Function(
-    "advance_searches",
-    "found_tokens:int32 logprobs:fp32 searches:int32 beam_slots:ids divisors:fp32 ends:ids"
-    " parents=int32 tokens=int32 scores=fp32 answers=of_beams answer_scores=fp32 num_answers=int32"
-    " heads=ids out_ends=int32 out_beams=int32 out_scores=fp32_vector",
-    work_of_rows(2, 0),
-)
 
 
 def _like(name: str) -> Callable[[Arguments], Results]:
@@ -431,13 +181,13 @@ _ROWS = (
         reference.embed,
         _embedded,
         "fused",
-        _GATHER.of(**_TOKENS, ids_2="position_ids", table_2="position_table"),
+        functions.GATHER.of(**_TOKENS, ids_2="position_ids", table_2="position_table"),
     ),
     Op(
         reference.embed_layer_norm,
         _embedded,
         _BOTH,
-        _GATHER.of(
+        functions.GATHER.of(
             **_TOKENS,
             ids_2="position_ids",
             table_2="position_table",
@@ -445,25 +195,37 @@ _ROWS = (
             table_3="type_table",
             scale=1.0,
         ),
-        _NORM.of(x="out", total="out", is_rms=0, residual=None),
+        functions.NORM.of(x="out", total="out", is_rms=0, residual=None),
     ),
-    Op(reference.layer_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=0), in_place=(0,)),
-    Op(reference.add_layer_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=0), in_place=(0,)),
+    Op(
+        reference.layer_norm,
+        _normed,
+        _BOTH,
+        functions.NORM.of(total="out", is_rms=0),
+        in_place=(0,),
+    ),
+    Op(
+        reference.add_layer_norm,
+        _normed,
+        _BOTH,
+        functions.NORM.of(total="out", is_rms=0),
+        in_place=(0,),
+    ),
     # the sum over `residual`, the norm over `x`
     Op(
         reference.residual_layer_norm,
         _sum_and_normed,
         _BOTH,
-        _NORM.of(is_rms=0),
+        functions.NORM.of(is_rms=0),
         in_place=(1, 0),
         results="total out",
     ),
-    Op(reference.rms_norm, _normed, _BOTH, _NORM.of(total="out", is_rms=1), in_place=(0,)),
+    Op(reference.rms_norm, _normed, _BOTH, functions.NORM.of(total="out", is_rms=1), in_place=(0,)),
     Op(
         reference.residual_rms_norm,
         _sum_and_normed,
         _BOTH,
-        _NORM.of(is_rms=1),
+        functions.NORM.of(is_rms=1),
         in_place=(1, 0),
         results="total out",
     ),
@@ -474,7 +236,7 @@ _ROWS = (
         reference.linear,
         _panel_product,
         "cpu",
-        _MULTIPLY.of(panels="weight.panels", kind=NO_ACTIVATION),
+        functions.MULTIPLY.of(panels="weight.panels", kind=NO_ACTIVATION),
         name="linear_panels",
     ),
     Op(reference.linear_activate, _product, _BOTH),
@@ -482,14 +244,14 @@ _ROWS = (
         reference.linear_activate,
         _panel_product,
         "cpu",
-        _MULTIPLY.of(panels="weight.panels", kind=_kind),
+        functions.MULTIPLY.of(panels="weight.panels", kind=_kind),
         name="linear_panels_activate",
     ),
     Op(
         reference.linear,
         _panel_product,
         "cpu",
-        _MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales size")),
+        functions.MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales size")),
         name="linear_blocks",
     ),
     Op(linear_int8, _int8_product, "cpu"),
@@ -497,15 +259,15 @@ _ROWS = (
     *(
         Op(linear_int8, _int8_product, "cpu", _layer(function, NO_ACTIVATION), name=name)
         for name, function in (
-            ("linear_int8_panels", _MULTIPLY_INT8),
-            ("linear_int4_panels", _MULTIPLY_INT4),
+            ("linear_int8_panels", functions.MULTIPLY_INT8),
+            ("linear_int4_panels", functions.MULTIPLY_INT4),
         )
     ),
     *(
         Op(linear_int8_activate, _int8_product, "cpu", _layer(function, _kind), name=name)
         for name, function in (
-            ("linear_int8_panels_activate", _MULTIPLY_INT8),
-            ("linear_int4_panels_activate", _MULTIPLY_INT4),
+            ("linear_int8_panels_activate", functions.MULTIPLY_INT8),
+            ("linear_int4_panels_activate", functions.MULTIPLY_INT4),
         )
     ),
     Op(reference.linear_groups, _of_groups, "fused"),
@@ -513,23 +275,23 @@ _ROWS = (
         reference.linear_groups,
         _panel_product,
         "cpu",
-        _MULTIPLY_GROUPS.of(panels="weight.panels"),
+        functions.MULTIPLY_GROUPS.of(panels="weight.panels"),
         name="linear_groups_panels",
     ),
     Op(
         reference.route_tokens,
         _routes,
         "cpu",
-        _CHOOSE_EXPERTS.of(),
-        _SORT_CHOICES.of(),
+        functions.CHOOSE_EXPERTS.of(),
+        functions.SORT_CHOICES.of(),
         results="weights places rows cu_groups",
     ),
-    Op(reference.sum_experts, _summed, "cpu", _SUM_EXPERTS.of()),
+    Op(reference.sum_experts, _summed, "cpu", functions.SUM_EXPERTS.of()),
     Op(
         reference.activate,
         _like("x"),
         _BOTH,
-        _ACTIVATE.of(kind=_kind),
+        functions.ACTIVATE.of(kind=_kind),
         in_place=(0,),
         runs=_is_slow(_LEAST_FEATURES),
     ),
@@ -537,16 +299,16 @@ _ROWS = (
         reference.activate_gate,
         _gated,
         _BOTH,
-        _ACTIVATE.of(kind=_kind),
+        functions.ACTIVATE.of(kind=_kind),
         runs=_is_slow(2 * _LEAST_FEATURES),
     ),
-    Op(reference.tanh, _like("x"), in_place=(0,)),
+    Op(reference.tanh, _like("x"), "cpu", functions.TANH.of(), in_place=(0,)),
     Op(reference.norm_heads, _like("qkv"), "fused", in_place=(0,)),
     Op(
         reference.rotary,
         _like("qkv"),
         "fused",
-        _ROTATE.of(heads=lambda a: a["num_heads"] + a["num_kv_heads"], head_dim=_head_dim),
+        functions.ROTATE.of(heads=lambda a: a["num_heads"] + a["num_kv_heads"], head_dim=_head_dim),
         in_place=(0,),
     ),
     Op(
@@ -554,7 +316,7 @@ _ROWS = (
         # without positions, queries stay as they are
         lambda a: [] if a["cos_sin"] is None else [(a["qkv"].shape, a["qkv"].dtype)],
         _BOTH,
-        _APPEND.of(**_CACHES),
+        functions.APPEND.of(**_CACHES),
         in_place=(0,),
         runs=_are_whole(2),
     ),
@@ -577,9 +339,14 @@ _ROWS = (
             name=name,
         )
         for name, forms, plain, with_distances in (
-            ("attention_varlen", _BOTH, _ATTEND, _ATTEND_DISTANCES),
+            ("attention_varlen", _BOTH, functions.ATTEND, functions.ATTEND_DISTANCES),
             # of programs in int8: factors are bf16 where the CPU multiplies it
-            ("attention_rounded", "cpu", _ATTEND_ROUNDED, _ATTEND_DISTANCES_ROUNDED),
+            (
+                "attention_rounded",
+                "cpu",
+                functions.ATTEND_ROUNDED,
+                functions.ATTEND_DISTANCES_ROUNDED,
+            ),
         )
     ),
     Op(reference.paged_tiles, _paged_tiles, "fused"),
@@ -587,8 +354,8 @@ _ROWS = (
         reference.attention_paged,
         _paged_context,
         _BOTH,
-        _ATTEND_TOKENS.of(queries="qkv", blocks="block_ids", **_CACHES),
-        _ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
+        functions.ATTEND_TOKENS.of(queries="qkv", blocks="block_ids", **_CACHES),
+        functions.ATTEND_CHUNKS.of(queries="qkv", blocks="block_ids", **_CACHES),
         runs=_are_whole(1),
     ),
     # a pass over the program of a GPU puts these in the place of others, see `execution.cuda.step_fusion`
@@ -603,27 +370,32 @@ _ROWS = (
         reference.copy_blocks,
         None,
         _BOTH,
-        _COPY_BLOCKS.of(
+        functions.COPY_BLOCKS.of(
             block_bytes=_bytes_behind(2),
             cache_bytes=_bytes_behind(1),
         ),
         check=check_copies,
     ),
-    Op(reference.all_reduce, _like("x"), "cpu", _ALL_REDUCE.of(), in_place=(0,)),
+    Op(reference.all_reduce, _like("x"), "cpu", functions.ALL_REDUCE.of(), in_place=(0,)),
     Op(
         reference.gather_columns,
         lambda a: [((a["x"].shape[0], a["width"]), a["x"].dtype)],
         "cpu",
-        _GATHER_COLUMNS.of(),
+        functions.GATHER_COLUMNS.of(),
     ),
-    Op(reference.local_ids, _like("token_ids"), "", _LOCAL_IDS.of(ids="token_ids", begin="first")),
-    Op(reference.select_rows, _selected, "", _GATHER.of(ids="rows", table="x", scale=1.0)),
+    Op(
+        reference.local_ids,
+        _like("token_ids"),
+        "",
+        functions.LOCAL_IDS.of(ids="token_ids", begin="first"),
+    ),
+    Op(reference.select_rows, _selected, "", functions.GATHER.of(ids="rows", table="x", scale=1.0)),
     Op(
         reference.add_adapters,
         _like("y"),
         "cpu",
-        _COPY_APART.of(x="y"),
-        _ADD_ADAPTERS.of(
+        functions.COPY_APART.of(x="y"),
+        functions.ADD_ADAPTERS.of(
             ranks=lambda a: a["first"].shape[2],
             width=lambda a: 0 if a["second"] is None else a["second"].shape[2],
         ),
@@ -633,14 +405,19 @@ _ROWS = (
         reference.pool,
         lambda a: [(_of_sequences(a), torch.float32)],
         _BOTH,
-        _POOL.of(mode=lambda a: POOLINGS.index(a["mode"])),
+        functions.POOL.of(mode=lambda a: POOLINGS.index(a["mode"])),
     ),
-    Op(reference.first_tokens, lambda a: [(_of_sequences(a), a["x"].dtype)], "fused"),
+    Op(
+        reference.first_tokens,
+        lambda a: [(_of_sequences(a), a["x"].dtype)],
+        _BOTH,
+        functions.FIRST_TOKENS.of(mode=POOLINGS.index("cls")),
+    ),
     Op(
         reference.window_rows,
         lambda a: [((a["x"].shape[0], a["size"] * a["x"].shape[1]), a["x"].dtype)],
     ),
-    Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)], "", _WIDEN.of()),
+    Op(reference.to_fp32, lambda a: [(a["x"].shape, torch.float32)], "", functions.WIDEN.of()),
     Op(reference.add, _like("x"), in_place=(0,)),
     Op(reference.add_scaled, lambda a: [(a["x"].shape, torch.float32)]),
     Op(reference.round_tanh, _like("x"), in_place=(0,)),
@@ -665,14 +442,14 @@ _ROWS = (
         reference.sample_tokens,
         lambda a: [((a["logits"].shape[0],), torch.int32)],
         _BOTH,
-        _SAMPLE.of(),
+        functions.SAMPLE.of(),
         check=check_sampling,
     ),
     Op(
         reference.edit_logits,
         None,
         _BOTH,
-        _EDIT_LOGITS.of(
+        functions.EDIT_LOGITS.of(
             **_fields("begun", "tokens counts biases", "begun_"),
             **_fields("state", "tokens counts biases sizes"),
         ),
@@ -683,13 +460,13 @@ _ROWS = (
         reference.follow_beams,
         None,
         _BOTH,
-        _FOLLOW_BEAMS.of(**_fields("state", "tables parents tokens")),
+        functions.FOLLOW_BEAMS.of(**_fields("state", "tables parents tokens")),
     ),
     Op(
         reference.advance_searches,
         None,
         _BOTH,
-        _ADVANCE_SEARCHES.of(
+        functions.ADVANCE_SEARCHES.of(
             found_tokens="found.tokens",
             logprobs="found.scores",
             heads=lambda a: torch.empty(len(a["out"].beams), dtype=torch.int32),
@@ -701,14 +478,3 @@ _ROWS = (
 
 # The ops, by name.
 OPS: Mapping[str, Op] = {op.name: op for op in _ROWS}
-# Compiled functions by name: functions of ops, and some that no row names.
-FUNCTIONS: Mapping[str, Function] = {
-    function.name: function
-    for function in (
-        *(call.function for op in _ROWS for call in op.calls),
-        *(QUANTIZE, DEQUANTIZE, DEQUANTIZE_INT32, STEP_BEAMS),
-    )
-}
-# The names of all machine code: of functions, and of what runs a table of them.
-RUNNERS = ("run_shared", "run_alone")
-ENTRIES = (*(entry for each in FUNCTIONS.values() for entry in each.entries), *RUNNERS)

@@ -12,10 +12,15 @@ IMPORTS = {
     "varlen": "torch",
     # the entry point of the server
     "varlen.model": "torch",
+    # what a worker runs whose ops are all compiled
+    "varlen.execution.workers.child": "torch",
+    "varlen.execution.workers.compiled_work": "torch",
+    "varlen_kernels.cpu.calls.machine_code": "torch",
+    "varlen_kernels.cpu": "torch",
     "varlen_kernels.reference": "",
     "varlen.execution.runner": "",
     "varlen.service.service": "",
-    "varlen_kernels.cpu": "",
+    "varlen_kernels.cpu.every_op": "",
 }
 PROGRAM = """
 import importlib, sys

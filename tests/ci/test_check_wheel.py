@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 from tests.ci.scripts import PROJECT, load_script
 from varlen_kernels.cpu.calls import machine_code
 from varlen_kernels.cpu.native.target_cpu import LEVELS
-from varlen_kernels.op_table import ENTRIES
+from varlen_kernels.functions import ENTRIES
 
 pytestmark = pytest.mark.full
 

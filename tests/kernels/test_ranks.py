@@ -16,7 +16,7 @@ from tests.kernels.rank_exchanges import (
     shared_memory,
 )
 from varlen_kernels import reference
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.reference.rank_memory import (
     BUFFER_BYTES,
     FAILED,

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
 from varlen.execution.packing import largest_dims
-from varlen.memory.arena import Layout, Region
+from varlen.memory.arena import Region
+from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder

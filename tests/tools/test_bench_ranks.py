@@ -10,7 +10,7 @@ from varlen_bench import ranks as benchmark
 from varlen_bench.peers.checkpoints import GeneratorShape
 from varlen_bench.ranks import MEASUREMENTS, SYSTEMS, app
 from varlen_bench.workers import ranks as exchange
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 
 from .conftest import committed_columns, read_csv

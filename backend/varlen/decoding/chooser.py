@@ -30,7 +30,7 @@ from varlen.scheduling.device_plan import (
     SearchRules,
 )
 from varlen.scheduling.sequence import GeneratedSequence
-from varlen_kernels.reference.beam_search import NOT_GIVEN
+from varlen_kernels.functions import NOT_GIVEN
 
 # Limits of a row that is not drawn.
 _GREEDY = (0.0, 0, 1.0, 0.0)

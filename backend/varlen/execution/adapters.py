@@ -394,11 +394,6 @@ def _dimensions_of(program: Program) -> list[str]:
     return [each for each in ("tokens", "sequences", *_ROWS) if AdaptedRows(each).rows in names]
 
 
-def is_of_adapters(name: str) -> bool:
-    """Return whether an input says which rows have an adapter."""
-    return name.startswith(("adapted_", "cu_adapted_"))
-
-
 @torch.inference_mode()
 def _write(
     layer: AdaptedLayer,

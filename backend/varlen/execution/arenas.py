@@ -10,7 +10,8 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.device import device_memory, memory_of
 from varlen.execution.packing import largest_dims, with_adapted
-from varlen.memory.arena import Arena, Layout, alignment_of, max_tokens_that_fit
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.planner import Layout, max_tokens_that_fit
 from varlen.memory.usage import Dims
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Program, State

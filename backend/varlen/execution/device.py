@@ -32,7 +32,7 @@ from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.rank import ALONE, Rank
 from varlen.tasks import TASKS, Task
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native.target_cpu import target_cpu
 from varlen_kernels.machine_memory import memory_limit
 

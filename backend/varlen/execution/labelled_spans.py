@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from varlen.execution.model_state import OneShot, ProgramRunner
+from varlen.execution.one_shot import OneShot, ProgramRunner
 from varlen.execution.packing import Arrays
 from varlen.memory.usage import Dims
 from varlen.models.blocks.inputs import LABEL_PART
+from varlen.program.program import Value
 from varlen.request.request import (
     DEFAULT_OPTIONS,
     ApartLabels,
@@ -75,12 +76,14 @@ class LabelledSpans(SpansInParts):
         device: ProgramRunner,
         labels: ProgramRunner,
         *,
+        inputs: Sequence[Value],
         most_tokens: int,
         **settings: Any,
     ) -> None:
         """Use the programs of texts and of labels.
 
         Args:
+            inputs: inputs of the program of texts.
             most_tokens: tokens of the largest batch of several labels.
         """
         device.input_names = [
@@ -88,7 +91,7 @@ class LabelledSpans(SpansInParts):
         ]
         super().__init__(device, **settings)
         self._labels, self._most_tokens = OneShot(labels), most_tokens
-        parts = [each for each in device.program.inputs if each.name.startswith(LABEL_PART)]
+        parts = [each for each in inputs if each.name.startswith(LABEL_PART)]
         sizes = [each.at({"labels": 0})[1] for each in parts]
         # columns of each input in a result
         self._columns: Mapping[str, slice] = {

@@ -1,8 +1,8 @@
 """What a model keeps on its device, with one state for each kind.
 
-`OneShot` runs whole sequences and keeps nothing. `Decoder` runs steps over KV caches, and `EncoderDecoder` encodes the
-source texts of a step first. A state fills the inputs of its programs, and reads their result: rows of a head, or
-chosen tokens.
+`OneShot` keeps nothing, and is apart, since it needs no torch. `SeveralOutputs` runs several heads behind one encoder.
+`Decoder` runs steps over KV caches, and `EncoderDecoder` encodes the source texts of a step first. A state fills the
+inputs of its programs, and reads their result: rows of a head, or chosen tokens.
 """
 
 from __future__ import annotations
@@ -11,38 +11,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig
-from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters, is_of_adapters
+from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters
 from varlen.execution.arenas import caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps, SearchSteps, StepCores
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.model_info import GraphUse
+from varlen.execution.one_shot import OneShot, ProgramRunner
 from varlen.execution.packing import (
     ADAPTERS,
     Arrays,
     PackedStep,
     bounds_of,
-    dims_of,
     in_order,
     pack_step,
     part_of_step,
-    payload_dims,
-    prompt_arrays,
     source_arrays,
     source_dims,
-    split_answers,
     step_arrays,
     step_dims,
-    tensors_of,
     tokens_of_rows,
 )
 from varlen.execution.programs import HIDDEN, LoadedPrograms
@@ -51,19 +46,15 @@ from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, c
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims
-from varlen.models.checkpoint.vector_layers import M3Heads
-from varlen.program.program import Program
+from varlen.program.program import Program, tensors_of
 from varlen.request.request import (
-    DEFAULT_OPTIONS,
     Bytes,
     Float32Array,
     Int32Array,
     Prompt,
     RequestOptions,
-    Vectors,
     join_outputs,
 )
-from varlen.request.terms import terms_in_order
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import (
     BeamStep,
@@ -77,193 +68,6 @@ from varlen_kernels.cpu import sample_tokens
 from varlen_kernels.cpu.choices import best_tokens
 
 
-class ProgramRunner(Protocol):
-    """Runs batches of whole sequences on one device.
-
-    Attributes:
-        longest_first: whether the longest sequence comes first in a batch.
-    """
-
-    program: Program
-    input_names: list[str]
-    longest_first: bool
-
-    def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
-        """Start a batch; return a function that waits for the output on the host.
-
-        It is called once. There is no output if it goes to the next stage.
-        """
-
-    def close(self) -> None:
-        """Release device memory."""
-
-
-class OneShot:
-    """Sequences that run as a whole, each with one answer."""
-
-    def __init__(
-        self,
-        device: ProgramRunner,
-        task: Task = "hidden",
-        m3: M3Heads | None = None,
-        *,
-        is_padded: bool = False,
-        link: RankLink[Any] = NO_OTHERS,
-        adapters: ResidentAdapters | None = None,
-        number: int = 0,
-    ) -> None:
-        """Use a program.
-
-        Args:
-            m3: its heads for terms and for tokens, if it is like bge-m3.
-            is_padded: whether the program pads sequences to the longest of their batch.
-        """
-        self.device, self.adapters, self._number = device, adapters, number
-        self._task, self._m3, self._is_padded, self._link = task, m3, is_padded, link
-        self._rows = device.program.row_dimension
-        # of adapters the arrays come from them
-        self._of_prompts = [name for name in device.input_names if not is_of_adapters(name)]
-        self._reads_payloads = not {"mask_rows", "word_rows"}.isdisjoint(device.input_names)
-        self._pools_spans = "pooled_rows" in device.input_names
-
-    def launch(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> Callable[[], list[Float32Array]]:
-        """Start a batch; return a function that waits for the answer of each sequence.
-
-        On a CPU the batch has run. The function must be called once. See `Runner.run` for the answers.
-        """
-        with self._link.running((prompts, options)):
-            answers = self._launch(prompts, options)
-            if self._link is NO_OTHERS or isinstance(self.device, CpuRunner):
-                return answers
-            # ranks with GPUs fail together
-            found = answers()
-            return lambda: found
-
-    def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
-        return self.launch(batch.prompts, batch.options)
-
-    def _launch(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> Callable[[], list[Float32Array]]:
-        if self.adapters is not None:
-            parts = self.adapters.parts(options)
-            if len(parts) > 1:
-                return self._launch_parts(prompts, options, parts)
-        count = len(prompts)
-        lengths = [prompt.num_tokens for prompt in prompts]
-        if self._is_padded:
-            # each sequence, then its padding
-            prompts = [*prompts, *_padding(lengths)]
-            options = [*options, *[DEFAULT_OPTIONS] * count]
-            order = [place for i in range(count) for place in (i, count + i)]
-        else:
-            longest_first = self.device.longest_first
-            order = sorted(range(count), key=lengths.__getitem__, reverse=longest_first)
-        packed = [prompts[i] for i in order]
-        wait = self._start(packed, [options[i] for i in order])
-
-        def answers() -> list[Float32Array]:
-            found = wait()
-            if found is None:
-                return []
-            return [found[place] for place in np.argsort(order).tolist()][:count]
-
-        return answers
-
-    def _start(
-        self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> Callable[[], list[Float32Array] | None]:
-        """Start a batch in this order; return a function that waits for its answers.
-
-        There are none if they go to the next stage.
-        """
-        arrays, dims = self._inputs(packed, options)
-        with memory_errors():
-            wait = self.device.launch(arrays, dims)
-
-        def answers() -> list[Float32Array] | None:
-            with memory_errors():
-                output = wait()
-                if output is None:
-                    return None
-                return self._finished(packed, output.numpy())
-
-        return answers
-
-    def _inputs(
-        self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> tuple[Arrays, Dims]:
-        """Return the inputs of a batch in this order, and its dimensions."""
-        payloads = payload_dims(packed) if self._reads_payloads else {}
-        lengths = [prompt.num_tokens for prompt in packed]
-        arrays = prompt_arrays(self._of_prompts, packed, options)
-        if self._pools_spans:
-            payloads = {
-                "pooled": len(arrays["normalize"]),
-                "pooled_tokens": len(arrays["pooled_rows"]),
-            }
-        if self._is_padded:
-            payloads = {**payloads, "scores": sum(lengths) * (lengths[0] + lengths[1])}
-        if self.adapters is None:
-            return arrays, dims_of(lengths, **payloads)
-        numbers = [self.adapters.number(each.adapter) for each in options]
-        more, adapted = self.adapters.arrays(numbers, lengths, arrays, self._number)
-        return {**arrays, **more}, dims_of(lengths, **payloads, **adapted)
-
-    def _launch_parts(
-        self,
-        prompts: Sequence[Prompt],
-        options: Sequence[RequestOptions],
-        parts: Sequence[Sequence[int]],
-    ) -> Callable[[], list[Float32Array]]:
-        """Run a batch in parts: memory does not hold all of it."""
-        found: dict[int, Float32Array] = {}
-        for places in parts:
-            wait = self._launch([prompts[i] for i in places], [options[i] for i in places])
-            # none if they go to the next stage
-            found |= zip(places, wait(), strict=False)
-        return lambda: [found[place] for place in sorted(found)]
-
-    def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> list[Float32Array]:
-        return self.launch(prompts, options)()
-
-    def close(self) -> None:
-        self.device.close()
-
-    def _finished(self, prompts: Sequence[Prompt], output: Float32Array) -> list[Float32Array]:
-        if self._task == "sparse_embed" and self._m3 is not None and self._rows == "tokens":
-            return weighted_terms(prompts, output, self._m3.unweighted)
-        answers = split_answers(output, prompts, self._rows)
-        if self._task == "sparse_embed":
-            return [active_terms(weights) for weights in answers]
-        if self._task == "token_embed" and self._m3 is not None:
-            # the first token has no vector
-            return [vectors[1:] for vectors in answers]
-        if self._task == "token_embed":
-            return [_kept_vectors(*each) for each in zip(prompts, answers, strict=False)]
-        return answers
-
-
-class Head(Protocol):
-    """Runs the program of one head.
-
-    Attributes:
-        input_names: inputs that a batch brings, without the hidden states.
-    """
-
-    program: Program
-    input_names: list[str]
-
-    def launch(
-        self, arrays: Arrays, dims: Dims, given: Mapping[str, Tensor]
-    ) -> Callable[[], Tensor | None]:
-        """Start it; return a function that waits for its output on the host."""
-
-
 class SeveralOutputs(OneShot):
     """Whole sequences with several outputs: one pass, then a head for each output.
 
@@ -274,8 +78,8 @@ class SeveralOutputs(OneShot):
     def __init__(
         self,
         device: ProgramRunner,
-        heads: Mapping[Task, Head],
-        m3: M3Heads | None = None,
+        heads: Mapping[Task, CpuRunner],
+        unweighted: Sequence[int] | None = None,
         adapters: ResidentAdapters | None = None,
     ) -> None:
         """Use the programs of an encoder and of its heads.
@@ -283,12 +87,13 @@ class SeveralOutputs(OneShot):
         Args:
             device: runs the encoder, whose output are hidden states.
             heads: run the heads, first the head of the model's own task.
+            unweighted: see `OneShot`.
         """
         super().__init__(device, adapters=adapters)
         self._heads = heads
         self._default = next(iter(heads))
         self._readers = {
-            task: OneShot(_OnHidden(head), task, m3, adapters=adapters, number=number)
+            task: OneShot(_OnHidden(head), task, unweighted, adapters=adapters, number=number)
             for number, (task, head) in enumerate(heads.items(), 1)
         }
 
@@ -298,13 +103,11 @@ class SeveralOutputs(OneShot):
         """Start a batch in this order; see `OneShot`."""
         wishes = [each.outputs or (self._default,) for each in options]
         arrays, dims = self._inputs(packed, options)
-        with memory_errors():
-            wait = self.device.launch(arrays, dims)
+        wait = self.device.launch(arrays, dims)
 
         def answers() -> list[Float32Array]:
-            with memory_errors():
-                hidden = wait()
-            assert hidden is not None
+            hidden = wait()
+            assert isinstance(hidden, Tensor)
             found: list[dict[Task, Float32Array]] = [{} for _ in packed]
             for task, reader in self._readers.items():
                 rows = [row for row, asked in enumerate(wishes) if task in asked]
@@ -336,10 +139,11 @@ class _OnHidden:
     """
 
     # the batch is in the order of the encoder already
-    longest_first = False
+    longest_first, runs_at_launch = False, True
 
-    def __init__(self, head: Head) -> None:
-        self.program, self.input_names, self._head = head.program, head.input_names, head
+    def __init__(self, head: CpuRunner) -> None:
+        self.row_dimension, self.input_names = head.row_dimension, head.input_names
+        self._head = head
         self.hidden = torch.empty(0)
 
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
@@ -358,60 +162,6 @@ def _tokens_of(hidden: Tensor, packed: Sequence[Prompt], rows: Sequence[int]) ->
         return hidden
     bounds = bounds_of([prompt.num_tokens for prompt in packed]).tolist()
     return torch.cat([hidden[bounds[row] : bounds[row + 1]] for row in rows])
-
-
-def weighted_terms(
-    prompts: Sequence[Prompt], weights: Float32Array, unweighted: Sequence[int]
-) -> list[Float32Array]:
-    """Return the terms of each sequence with the largest weight of their tokens.
-
-    All sequences of a batch are sorted at once: the calls for each one took longer than a head.
-
-    Args:
-        prompts: sequences in the order of the batch.
-        weights: `[tokens, 1]`, of each token; none is negative. Rows behind are of no sequence.
-
-    Returns:
-        `[terms, 2]` fp32 of each sequence, as by `terms_in_order`. Terms of weight 0 are left out.
-    """
-    bounds = bounds_of([prompt.num_tokens for prompt in prompts])
-    ids = np.concatenate([prompt.token_ids for prompt in prompts])
-    rows = np.repeat(np.arange(len(prompts)), np.diff(bounds))
-    kept = np.flatnonzero((weights[: len(ids), 0] > 0) & ~np.isin(ids, unweighted))
-    ids, rows, largest = ids[kept], rows[kept], weights[kept, 0]
-    # by sequence; the largest weight first, and of equal weights the lower number
-    order = np.lexsort((ids, -largest, rows))
-    # of a term's tokens the first has the largest weight
-    _, firsts = np.unique((rows[order] << 32) + ids[order], return_index=True)
-    order = order[np.sort(firsts)]
-    terms = np.stack((ids[order], largest[order]), axis=1, dtype=np.float32, casting="unsafe")
-    ends = np.searchsorted(rows[order], np.arange(len(prompts) + 1))
-    return [terms[begin:end] for begin, end in pairwise(ends.tolist())]
-
-
-def active_terms(weights: Float32Array) -> Float32Array:
-    """Return the terms of a sequence whose weight is not 0, the largest weight first.
-
-    Args:
-        weights: `[vocabulary]`, of each term; none is negative.
-
-    Returns:
-        `[terms, 2]` fp32, see `terms_in_order`.
-    """
-    # numpy finds what is true ten times as fast as what is not 0
-    terms = np.flatnonzero(weights != 0)
-    return terms_in_order(terms, weights[terms])
-
-
-def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
-    places = prompt.payload_tokens(Vectors)
-    return vectors if places is None else vectors[places]
-
-
-def _padding(lengths: Sequence[int]) -> list[Prompt]:
-    """Return a prompt for each sequence, which fills it up to the longest."""
-    longest = max(lengths)
-    return [Prompt(np.zeros(longest - length, dtype=np.int32)) for length in lengths]
 
 
 class Decoder:

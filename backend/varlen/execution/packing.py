@@ -2,6 +2,7 @@
 
 Sequences that run as a whole bring prompts and options, sequences of a step bring chunks. Inputs are arrays by name. On
 a GPU they lie in one buffer, which one copy moves. The program declares which inputs it reads, and their shapes.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 from math import prod
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.adapters import AdaptedRows
-from varlen.program.program import Program, Value
 from varlen.request.request import (
     MAX_MASKS,
     MAX_SPAN_SHARE,
@@ -37,8 +35,12 @@ from varlen.request.request import (
 from varlen.request.spans import MAX_LABEL_ROWS
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
-from varlen_kernels.reference.beam import MAX_WIDTH, NO_TOKEN
-from varlen_kernels.reference.beam_search import ENDS_WHEN_FULL, IS_LAST, NOT_GIVEN
+from varlen_kernels.functions import ENDS_WHEN_FULL, IS_LAST, MAX_WIDTH, NO_TOKEN, NOT_GIVEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.program.program import Program, Value
 
 # Inputs of a program, or arguments of an op, by name.
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -190,19 +192,6 @@ def fill_inputs(views: Mapping[str, npt.NDArray[Any]], arrays: Arrays) -> None:
                 pass
             case _:
                 into[used:] = 0
-
-
-def padded_inputs(inputs: Sequence[Value], dims: Dims, arrays: Arrays) -> dict[str, Tensor]:
-    """Return inputs of these dimensions, in memory of their own on the CPU; see `fill_inputs`."""
-    layout = InputLayout.of(inputs, dims)
-    views = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8))
-    fill_inputs({name: view.numpy() for name, view in views.items()}, arrays)
-    return views
-
-
-def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
-    """Return arrays as tensors, which share their memory."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def prompt_arrays(

@@ -51,7 +51,7 @@ from varlen.program.rank import Rank
 from varlen.program.recorder import Recorder
 from varlen.program.stages import StageProgram
 from varlen.tasks import TASKS, Task
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 _log = logging.getLogger(__name__)
 

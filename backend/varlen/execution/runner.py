@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
@@ -34,10 +35,9 @@ from varlen.execution.model_info import (
 from varlen.execution.model_state import (
     Decoder,
     EncoderDecoder,
-    OneShot,
-    ProgramRunner,
     SeveralOutputs,
 )
+from varlen.execution.one_shot import OneShot, ProgramRunner
 from varlen.execution.packing import PackedStep
 from varlen.execution.programs import (
     HIDDEN,
@@ -160,7 +160,7 @@ class Runner:
         task = _task_of_sequences(checkpoint, config)
         longest = sequence_limit(checkpoint, config)
         self._load(WholeSequences, checkpoint, task, longest=longest, seconds=seconds)
-        self._m3 = checkpoint.m3
+        self._unweighted = None if checkpoint.m3 is None else checkpoint.m3.unweighted
         self.arenas: Sequence[Arena] = self._batch_arenas(longest)
         self._map_handoffs()
         device = self._new_program_runner()
@@ -251,36 +251,38 @@ class Runner:
     def _run_whole(self, device: ProgramRunner, task: Task) -> None:
         further = self._config.further_tasks
         is_padded = self._config.execution == "padded"
+        link = None if self.link is NO_OTHERS else self.link
         if further:
             self._heads = [self._new_head(number) for number in range(1, len(self.programs))]
             heads = dict(zip((task, *further), self._heads, strict=True))
-            self.state = SeveralOutputs(device, heads, self._m3, self._resident)
+            self.state = SeveralOutputs(device, heads, self._unweighted, self._resident)
         elif len(self.programs) > 1:
             self._heads = [self._new_head(1)]
             self.state = LabelledSpans(
                 device,
                 *self._heads,
+                inputs=self.program.inputs,
                 largest=self.arena.largest,
                 most_tokens=min(self._config.max_batch_tokens, self.arena.max_tokens),
                 is_padded=is_padded,
             )
         elif task == "extract":
             self.state = SpansInParts(
-                device, largest=self.arena.largest, is_padded=is_padded, link=self.link
+                device, largest=self.arena.largest, is_padded=is_padded, link=link
             )
         else:
             self.state = OneShot(
                 device,
                 task,
-                self._m3,
+                self._unweighted,
                 is_padded=is_padded,
-                link=self.link,
+                link=link,
                 adapters=self._resident,
             )
         self.launch_batch = self.state.launch_batch
 
     def share_cores(self, share: CoreShare) -> None:
-        for each in (self._cpu_runner, *self._heads):
+        for each in (self.cpu_runner, *self._heads):
             each.share_cores(share, self._workers)
 
     def run_batch(self, batch: Batch) -> Outputs:
@@ -311,6 +313,10 @@ class Runner:
         if isinstance(work, PackedStep):
             return self.decoder.run_part(work)
         return self.run(*work)
+
+    def facts(self) -> dict[str, Any]:
+        """Return its description as a message has it."""
+        return asdict(self.info)
 
     @property
     def decoder(self) -> Decoder:
@@ -344,7 +350,7 @@ class Runner:
         self.check()
 
     def compile_products(self) -> None:
-        for each in (self._cpu_runner, *self._heads):
+        for each in (self.cpu_runner, *self._heads):
             each.compile()
 
     def check(self) -> None:
@@ -360,7 +366,8 @@ class Runner:
             self._resident.close()
 
     @property
-    def _cpu_runner(self) -> CpuRunner:
+    def cpu_runner(self) -> CpuRunner:
+        """What runs whole sequences on a CPU."""
         assert isinstance(self.state, OneShot)
         assert isinstance(self.state.device, CpuRunner)
         return self.state.device

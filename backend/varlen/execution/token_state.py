@@ -20,8 +20,9 @@ from varlen.scheduling.device_plan import (
     EditLimits,
     SampledToken,
 )
+from varlen_kernels.functions import NOT_GIVEN
 from varlen_kernels.reference.beam import BeamEdits
-from varlen_kernels.reference.beam_search import NOT_GIVEN, SearchResults, SearchState
+from varlen_kernels.reference.beam_search import SearchResults, SearchState
 from varlen_kernels.reference.logit_edits import EditLists, EditState
 
 

@@ -24,7 +24,7 @@ from varlen.execution.cuda.graphs import Bucket
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.model_state import OneShot
+from varlen.execution.one_shot import OneShot
 from varlen.execution.packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source

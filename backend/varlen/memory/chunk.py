@@ -1,7 +1,6 @@
 """A chunk of memory: a fixed capacity, reserved up to the largest plan.
 
-On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from the end
-without moving anything. On a GPU the capacity is one allocation, or address space too: an address that was reserved
+On a CPU it is `pages`. On a GPU the capacity is one allocation, or address space too: an address that was reserved
 stays valid, whatever is mapped there, so captured graphs stay valid too. Calls go to the driver's own library: nothing
 has to be installed beside it.
 Source: CUDA driver API, "Virtual Memory Management".
@@ -10,16 +9,16 @@ Source: CUDA driver API, "Virtual Memory Management".
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from varlen.memory.pages import HostPages, Pages
 
 _SUCCESS, _OUT_OF_MEMORY = 0, 2
 # Numbers of 4 bytes that keep what follows at an address of 16 bytes.
@@ -184,11 +183,11 @@ def moved(
     return [{name: next(on_device) for name in group} for group in groups]
 
 
-# Memory is reserved and released in steps of a huge page; on a GPU in larger ones: each takes four calls.
-_STEP, _GPU_STEP = 2 << 20, 16 << 20
+# Memory of a GPU is reserved and released in larger steps: each takes four calls.
+_GPU_STEP = 16 << 20
 
 
-class Chunk(Protocol):
+class Chunk(Pages, Protocol):
     """Memory for a batch's intermediates.
 
     Attributes:
@@ -197,51 +196,14 @@ class Chunk(Protocol):
 
     memory: Tensor
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Allocated bytes, from its start."""
 
-    def reserve(self, size: int) -> None:
-        """Allocate the first `size` bytes that are not allocated yet."""
-
-    def release(self, size: int) -> None:
-        """Release the memory after the first `size` bytes; its content is lost."""
-
-
-class HostChunk:
-    """Address space of the host, in huge pages where the system has them."""
+class HostChunk(HostPages):
+    """Pages of the host as a tensor."""
 
     def __init__(self, capacity: int) -> None:
-        """Map address space for `capacity` bytes, at least 1, and allocate no memory yet.
-
-        Raises:
-            MemoryError: the system has too little address space.
-        """
-        self._capacity = capacity
-        try:
-            self._pages = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"no address space for {capacity} bytes") from error
-        with suppress(OSError):
-            # a kernel without huge pages serves small ones
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self.reserved_bytes = 0
-
-    def reserve(self, size: int) -> None:
-        wanted = self._in_steps(size)
-        if wanted > self.reserved_bytes:
-            self.memory[self.reserved_bytes : wanted].zero_()
-            self.reserved_bytes = wanted
-
-    def release(self, size: int) -> None:
-        kept = self._in_steps(size)
-        if kept < self.reserved_bytes:
-            self._pages.madvise(mmap.MADV_DONTNEED, kept, self.reserved_bytes - kept)
-            self.reserved_bytes = kept
-
-    def _in_steps(self, size: int) -> int:
-        return min(self._capacity, -(-size // _STEP) * _STEP)
+        """Map address space; see `HostPages`."""
+        super().__init__(capacity)
+        self.memory = torch.from_numpy(self._bytes)
 
 
 class DeviceChunk:

@@ -15,6 +15,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from varlen_kernels.functions import RANK_STEP, WIDTH_STEP
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -113,9 +115,6 @@ class AdapterTables:
         There are none if no adapter changes one of them.
         """
         ranks = (self.ranks.get(part.name, 0) for part in parts)
-        # not above: the table of ops imports torch, which the engine's process does without
-        from varlen_kernels.op_table import RANK_STEP
-
         return [*accumulate((whole_steps(rank, RANK_STEP) for rank in ranks), initial=0)]
 
     def replaces(self, parts: LayerParts) -> bool:
@@ -130,8 +129,6 @@ def whole_steps(count: int, step: int) -> int:
 
 def width_of(parts: LayerParts) -> int:
     """Return the columns of the second factor of some layers."""
-    from varlen_kernels.op_table import WIDTH_STEP
-
     return whole_steps(max(part.width for part in parts), WIDTH_STEP)
 
 
@@ -154,3 +151,8 @@ class AdaptedRows:
     def bounds(self) -> str:
         """The bounds of the rows of each slot, `[slots + 1]` int32."""
         return f"cu_adapted_{self.dimension}"
+
+
+def is_of_adapters(name: str) -> bool:
+    """Return whether an input says which rows have an adapter."""
+    return name.startswith(("adapted_", "cu_adapted_"))

@@ -23,7 +23,8 @@ from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Op, Operand, Program, State, Value, Weights
 from varlen.program.rank import ALONE, RANKS, Rank
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
-from varlen_kernels.op_table import OPS, RANK_STEP
+from varlen_kernels.functions import RANK_STEP
+from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.rank_memory import rank_words
 

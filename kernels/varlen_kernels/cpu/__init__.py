@@ -1,33 +1,15 @@
-# mypy: implicit-reexport
-# ruff: noqa: F401, F403  # the ops
 """Every op on CPUs: plain torch, compiled code or oneDNN, whichever is fastest.
 
-Names and signatures match `reference`, which specifies each op; an op without a form here is its specification.
+Names and signatures match `reference`, which specifies each op; an op without a form here is its specification. The ops
+are imported when one is asked for: a process that only runs a table of calls needs none, and no torch.
 """
 
-from varlen_kernels.reference.every_op import *
+from importlib import import_module
+from typing import Any
 
-# isort: split
-from varlen_kernels.cpu.calls.calls import compiled_form
-from varlen_kernels.cpu.choices import beam_step
-from varlen_kernels.cpu.int8_torch import linear_int8, linear_int8_packed
-from varlen_kernels.cpu.products import (
-    linear,
-    linear_activate,
-    linear_packed,
-    linear_widened,
-)
-from varlen_kernels.op_table import OPS
 
-# layouts of weights that only compiled code reads
-linear_panels = compiled_form(OPS["linear_panels"])
-linear_panels_activate = compiled_form(OPS["linear_panels_activate"])
-linear_groups_panels = compiled_form(OPS["linear_groups_panels"])
-linear_blocks = compiled_form(OPS["linear_blocks"])
-linear_int8_panels = compiled_form(OPS["linear_int8_panels"])
-linear_int8_panels_activate = compiled_form(OPS["linear_int8_panels_activate"])
-linear_int4_panels = compiled_form(OPS["linear_int4_panels"])
-linear_int4_panels_activate = compiled_form(OPS["linear_int4_panels_activate"])
-globals().update(
-    (name, compiled_form(op)) for name, op in OPS.items() if op.calls and "cpu" in op.forms
-)
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    op = globals()[name] = getattr(import_module(".every_op", __name__), name)
+    return op

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_function
-from varlen_kernels.op_table import STEP_BEAMS
+from varlen_kernels.cpu.calls.calls import run_function
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
+from varlen_kernels.functions import STEP_BEAMS
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 
 

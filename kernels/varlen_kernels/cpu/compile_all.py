@@ -111,7 +111,7 @@ def compile_missing(names: Iterable[str], python: Callable[[], str]) -> None:
     Nothing is raised: what it has not stored is compiled by whoever needs it, one function after another.
 
     Args:
-        names: names of machine code, see `op_table.ENTRIES`.
+        names: names of machine code, see `functions.ENTRIES`.
         python: returns the command of this Python, which starts other processes.
     """
     missing = _missing(names)
@@ -217,7 +217,7 @@ def _choose(level: str) -> None:
 
 
 def _names(ops: tuple[str, ...] | None) -> tuple[str, ...]:
-    from varlen_kernels.op_table import ENTRIES
+    from varlen_kernels.functions import ENTRIES
 
     if ops is None:
         return _longest_first(ENTRIES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from varlen_kernels.cpu.calls.calls import run_function
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import DEQUANTIZE, DEQUANTIZE_INT32, QUANTIZE
+from varlen_kernels.functions import DEQUANTIZE, DEQUANTIZE_INT32, QUANTIZE
 from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, Int8Weight
 
 # Lowest code of the signed form.

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from varlen_kernels.functions import MAX_WIDTH, NO_TOKEN
+
 __all__ = ["beam_step"]
 
-MAX_BEAMS = 64
-MAX_WIDTH = 2 * MAX_BEAMS
+MAX_BEAMS = MAX_WIDTH // 2
 MAX_VOCABULARY = 300_000
 
-# Token and parent where there is no candidate; the score is -inf.
-NO_TOKEN = -1
+# Parent where there is no candidate; the score is -inf.
 NO_PARENT = -1
 
 _LARGEST = torch.finfo(torch.float32).max

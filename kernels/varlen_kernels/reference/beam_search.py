@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varlen_kernels.reference.beam import NO_TOKEN, BeamCandidates
+from varlen_kernels.functions import ENDS_WHEN_FULL, IS_LAST, NO_TOKEN, NOT_GIVEN
+from varlen_kernels.reference.beam import BeamCandidates
 
 __all__ = ["advance_searches", "follow_beams"]
 
@@ -29,10 +30,6 @@ FOLLOW_COLUMNS = 4
 # beam with the one that is chosen; flags; the only token that may be chosen, or NO_TOKEN; from where and up to where
 # its end tokens are among all of them; number of the first beam among all beams.
 ADVANCE_COLUMNS = 9
-# Flags: the token that is chosen is the last one; the search ends once there are as many answers as beams.
-IS_LAST, ENDS_WHEN_FULL = 1, 2
-# A token that is chosen on the device.
-NOT_GIVEN = -1
 
 
 class SearchState(NamedTuple):

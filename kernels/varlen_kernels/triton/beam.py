@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.functions import NO_TOKEN
 from varlen_kernels.reference import beam as beam_reference
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.triton.beam_keys import (
@@ -37,7 +38,7 @@ from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_ke
 from varlen_kernels.triton.rows import vector_width
 from varlen_kernels.tuning import Launch, pick
 
-_NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NO_PARENT = tl.constexpr(beam_reference.NO_PARENT)
 # Edits that a program reads at once.
 _BLOCK = 128

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.reference import beam as beam_reference
+from varlen_kernels import functions
 from varlen_kernels.reference import beam_search as reference
 from varlen_kernels.reference.beam import BeamCandidates
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
@@ -16,7 +16,7 @@ from varlen_kernels.triton.beam_keys import NO_INDEX, NO_KEY, key_of, value_of
 from varlen_kernels.triton.checks import check_contiguous
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
-_NOT_GIVEN = tl.constexpr(reference.NOT_GIVEN)
+_NOT_GIVEN = tl.constexpr(functions.NOT_GIVEN)
 _FOLLOW_COLUMNS = tl.constexpr(reference.FOLLOW_COLUMNS)
 # Blocks of a table that a program reads at once.
 _BLOCK_COLUMNS = 16
@@ -168,9 +168,9 @@ def block_beams(state: SearchState) -> int:
     return block
 
 
-_NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
+_NO_TOKEN = tl.constexpr(functions.NO_TOKEN)
 _IS_LAST, _ENDS_WHEN_FULL = (
-    tl.constexpr(flag) for flag in (reference.IS_LAST, reference.ENDS_WHEN_FULL)
+    tl.constexpr(flag) for flag in (functions.IS_LAST, functions.ENDS_WHEN_FULL)
 )
 _ADVANCE_COLUMNS = tl.constexpr(reference.ADVANCE_COLUMNS)
 # End tokens that a program reads at once.

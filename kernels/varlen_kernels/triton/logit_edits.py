@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.reference import beam as beam_reference
+from varlen_kernels.functions import NO_TOKEN
 from varlen_kernels.reference import logit_edits as reference
 from varlen_kernels.reference.logit_edits import EditLists, EditState, check_edits
 from varlen_kernels.triton.checks import check_contiguous, check_row_layout
@@ -20,7 +20,7 @@ _EDIT_COLUMNS = tl.constexpr(reference.EDIT_COLUMNS)
 _KEPT, _UNSEEN = tl.constexpr(reference.KEPT), tl.constexpr(reference.UNSEEN)
 # By its bits, since it is -0.0: Triton 3.6 takes a constant that equals 0 for +0.0.
 _NO_BIAS_BITS = tl.constexpr(unpack("i", pack("f", reference.NO_BIAS))[0])
-_NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 # Entries that a program reads at once.
 _BLOCK = 512
 

@@ -28,7 +28,8 @@ from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.workers import Workers, load_workers
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch

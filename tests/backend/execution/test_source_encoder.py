@@ -14,7 +14,8 @@ from varlen.execution.arenas import KvSize, step_arenas
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.packing import source_arrays, source_dims
 from varlen.execution.programs import record_steps
-from varlen.memory.arena import Arena, Layout, alignment_of
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder_decoder
 from varlen.scheduling.batch import Chunk

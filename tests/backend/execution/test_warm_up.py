@@ -23,7 +23,8 @@ from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.execution.warm_up import check_numbers, random_lengths, warm_up, warm_up_kernels
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import MAX_MASKS
 from varlen_kernels import reference

@@ -8,7 +8,8 @@ import torch
 
 from varlen.execution.cpu.compiled_program import compile_program
 from varlen.execution.cpu.linear_paths import use_paths
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import PagedAttention
 from varlen.models.checkpoint_folder import Checkpoint

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from varlen.execution.cpu.linear_paths import use_paths
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.checkpoint_folder import Checkpoint

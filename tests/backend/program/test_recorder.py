@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.closeness import assert_close
 from tests.plain_run import run_without_arena
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.memory.usage import Size
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import PackedBatch

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen.program.stages import balanced_bounds, cut_program, layer_starts

@@ -11,9 +11,9 @@ import pytest
 from tests.ci.scripts import PROJECT
 from varlen_kernels.cpu import compile_all as command
 from varlen_kernels.cpu.calls import machine_code
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.compile_all import common_ops, compile_missing
-from varlen_kernels.op_table import ENTRIES
+from varlen_kernels.functions import ENTRIES
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _OPS = ("run_alone", "run_shared")

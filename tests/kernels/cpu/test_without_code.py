@@ -8,13 +8,14 @@ import torch
 
 from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.reference.logit_edits import EditLists, EditState
 from varlen_kernels.reference.rank_memory import rank_words
 
 # Modules of ops on CPUs that need neither LLVM nor numba.
 PLAIN = {
     "varlen_kernels.cpu.calls.calls",
+    "varlen_kernels.cpu.calls.run_calls",
     "varlen_kernels.cpu.native.target_cpu",
     "varlen_kernels.cpu.native.threads",
 }
@@ -109,7 +110,7 @@ def test_code_that_cannot_be_compiled_or_stored_counts_as_none(monkeypatch, capl
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("varlen_kernels.cpu.calls.calls.prepare", fail)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls.prepare", fail)
 
     assert not has_compiled_ops.__wrapped__()
     assert "No space left on device" in caplog.text
@@ -120,5 +121,5 @@ def test_one_line_of_the_log_says_so(without_code, caplog):
         for call in calls().values():
             call(cpu)
 
-    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu.calls.calls"]
+    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu.calls.run_calls"]
     assert "ops on CPUs are not compiled" in caplog.text

@@ -12,7 +12,8 @@ from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models.blocks.heads import record_head
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder

@@ -15,7 +15,7 @@ import numpy as np
 
 from varlen.config import DType, EngineConfig
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.model_state import OneShot
+from varlen.execution.one_shot import OneShot
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, RequestOptions

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varlen.execution.packing import dims_of
-from varlen.memory.arena import Layout
+from varlen.memory.planner import Layout
 from varlen.program.program import Program
 
 

@@ -61,7 +61,8 @@ def measure_step(sequences: int, vocabulary: int) -> dict[str, float]:
         cpu.copy_blocks(blocks, copies)
 
     def step() -> Tensor:
-        return cpu.beam_step(logits, scores, width=_WIDTH).scores
+        found: Tensor = cpu.beam_step(logits, scores, width=_WIDTH).scores
+        return found
 
     with torch.inference_mode():
         if not torch.allclose(step(), search(), rtol=1e-5, atol=1e-4):

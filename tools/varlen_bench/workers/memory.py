@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from varlen.config import Device, DType, EngineConfig
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.model_state import OneShot, ProgramRunner
+from varlen.execution.one_shot import OneShot, ProgramRunner
 from varlen.execution.packing import dims_of, largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena, Region

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_kernels import cpu
-from varlen_kernels.cpu.calls.calls import extent_of, run_calls
 from varlen_kernels.cpu.calls.machine_code import address_of
+from varlen_kernels.cpu.calls.run_calls import extent_of, run_calls
 from varlen_kernels.reference.rank_memory import LONGEST_WAIT, rank_words
 from varlen_kernels.reference.ranks import failed_rank
 

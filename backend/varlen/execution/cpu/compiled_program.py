@@ -1,51 +1,39 @@
 """A program on a CPU as few calls of compiled code.
 
-Ops that the kernels have functions for become rows of a table: the address of a function, its work, and the addresses
-of what it reads and writes. One call runs a stretch of such ops, on one core or several; the ops between run as they do
-in `Program.run`. docs/decisions/0054-compiled-steps.md has measurements.
+Ops that the kernels have functions for become rows of a table (`call_table`). One call runs a stretch of such ops; the
+ops between run as they do in `Program.run`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from varlen.execution.cpu.call_table import (
+    CallKind,
+    CallTable,
+    Extent,
+    Int64Array,
+    run_rows,
+    sizes_of,
+)
 from varlen.execution.thread_executor import LoneCores
 from varlen.memory.arena import Region
-from varlen.memory.usage import Dims, Size, shapes_at
+from varlen.memory.usage import Size
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu
-from varlen_kernels.cpu.calls.calls import (
-    ALWAYS,
-    dtypes_of,
-    extent_of,
-    has_compiled_ops,
-    parts_of,
-    run_calls,
-)
-from varlen_kernels.cpu.native.threads import (
-    ARGUMENTS,
-    FUNCTION,
-    PARTS,
-    UNITS,
-    usable_cores,
-    using_cores,
-)
+from varlen_kernels.cpu.calls.calls import dtypes_of
+from varlen_kernels.cpu.calls.run_calls import extent_of, has_compiled_ops, loaded_address
+from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, usable_cores, using_cores
 from varlen_kernels.op import Bound
 from varlen_kernels.op_table import OPS
-
-Int64Array: TypeAlias = npt.NDArray[np.int64]
-
-# Numbers of units and parts that a table keeps.
-_MOST_WORK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +42,12 @@ class _Call:
 
     op: int
     bound: Bound
-    address: int
+    entry: str
 
     @property
-    def kind(self) -> object:
-        """Equal for calls whose work is the same in every batch."""
+    def kind(self) -> CallKind:
         function, tensors, constants = self.bound
-        return function.name, tuple(map(_extent, tensors)), tuple(constants)
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The calls of a run, without what differs from batch to batch.
-
-    Attributes:
-        addresses: flat indices of addresses in it, and for each the number of its tensor.
-        sizes: flat indices of numbers of rows in it, and for each the number of its size.
-        kinds: calls whose work is the same in every batch, one of each.
-        sizes_of: numbers of the sizes that the work of each kind may depend on.
-        kind_of: number of the kind of each row.
-        stretches: first and last row of each stretch, or the number of an op that runs as in `Program.run`.
-        work: units and parts of a kind that were found before, by its number, the cores and these sizes.
-    """
-
-    rows: Int64Array
-    addresses: tuple[Int64Array, Int64Array]
-    sizes: tuple[Int64Array, Int64Array]
-    kinds: tuple[_Call, ...]
-    sizes_of: tuple[tuple[int, ...], ...]
-    kind_of: Int64Array
-    stretches: tuple[tuple[int, int] | int, ...]
-    work: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+        return CallKind(function.name, tuple(map(_extent, tensors)), tuple(constants))
 
 
 class CompiledProgram:
@@ -106,18 +69,23 @@ class CompiledProgram:
         self._slots |= {name: first + buffer for name, buffer in program.buffer_of.items()}
         first += len(program.buffers)
         self._slots |= {output.name: first + i for i, output in enumerate(program.outputs)}
-        self._sizes = tuple(dict.fromkeys(_sizes_of(self._calls)))
-        self._table = self._new_table(self._calls)
-        # sizes and work of the last run, by its cores and dimensions, which most steps share with the one before
-        self._last: tuple[int, Dims] = 0, {}
-        self._last_sizes = self._last_work = np.empty(0, np.int64)
+        # flat indices of the addresses of weights, and each weight
+        self.weights: list[tuple[int, Tensor]] = []
+        self.table = self._new_table(self._calls)
+        self._stretches = tuple(_stretches(len(program.ops), [call.op for call in self._calls]))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names of the ops that have no compiled form, each once."""
+        ops = self._program.ops
+        return tuple(
+            dict.fromkeys(ops[each].kernel for each in self._stretches if isinstance(each, int))
+        )
 
     @property
     def has_products(self) -> bool:
         """Whether every product is compiled: they take most of the time."""
-        ops = self._program.ops
-        compiled = {call.op for call in self._calls}
-        return all(i in compiled for i, op in enumerate(ops) if op.kernel.startswith("linear"))
+        return not any(name.startswith("linear") for name in self.others)
 
     def run(
         self,
@@ -141,18 +109,12 @@ class CompiledProgram:
             cores = lone.count
         elif cores is None:
             cores = usable_cores()
-        stay = ALWAYS if lone is None else lone.share.byte
         outputs = tuple(program.new_outputs(dims, region.memory.device)) if out is None else out
         rows = self.filled(batch, region, outputs, cores)
         tensors: list[Any] | None = None
-        for stretch in self._table.stretches:
+        for stretch in self._stretches:
             if isinstance(stretch, tuple):
-                part = rows[stretch[0] : stretch[1]]
-                # between products of oneDNN there is often nothing to share
-                used = cores if cores > 1 and part[:, PARTS].max() > 1 else 1
-                gained = run_calls(part, used, stay)
-                if lone is not None and used > 1:
-                    lone.add_gain(gained)
+                run_rows(rows[slice(*stretch)], cores, lone)
                 continue
             if tensors is None:
                 tensors = program.tensors(batch, region, self._states, outputs)
@@ -163,7 +125,12 @@ class CompiledProgram:
     @property
     def is_one_call(self) -> bool:
         """Whether one call runs all of it."""
-        return self._table.stretches == ((0, len(self._calls)),)
+        return self._stretches == ((0, len(self._calls)),)
+
+    @property
+    def entries(self) -> list[str]:
+        """Name of the code of each call."""
+        return [call.entry for call in self._calls]
 
     def filled(
         self,
@@ -173,36 +140,27 @@ class CompiledProgram:
         cores: int,
     ) -> Int64Array:
         """Return the table of a run on this number of cores."""
-        table, begin, dims = self._table, region.memory.data_ptr(), batch.dims
+        begin = region.memory.data_ptr()
         addresses = [
             *(batch.inputs[value.name].data_ptr() for value in self._program.inputs),
             *(self._states[state.name].data_ptr() for state in self._program.states),
             *(begin + offset for offset in region.offsets),
             *(output.data_ptr() for output in outputs),
         ]
-        if self._last != (cores, dims):
-            (sizes,) = shapes_at([self._sizes], dims)
-            work = [_work(table, kind, sizes, dims, cores) for kind in range(len(table.kinds))]
-            self._last_sizes = np.array(sizes, np.int64)[table.sizes[1]]
-            self._last_work = np.array(work, np.int64).reshape(-1, 2)[table.kind_of]
-            self._last = cores, dict(dims)
-        # nothing overwrites it: a thread that comes late may read it
-        rows = table.rows.copy()
-        flat = rows.ravel()
-        places, numbers = table.addresses
-        flat[places] = np.array(addresses, np.int64)[numbers]
-        flat[table.sizes[0]] = self._last_sizes
-        rows[:, UNITS : PARTS + 1] = self._last_work
-        return rows
+        return self.table.filled(addresses, batch.dims, cores)
 
-    def _new_table(self, calls: Sequence[_Call]) -> _Table:
+    def _new_table(self, calls: Sequence[_Call]) -> CallTable:
         width = max(
             (3 * len(call.bound.tensors) + len(call.bound.constants) for call in calls), default=0
         )
         rows = np.zeros((len(calls), ARGUMENTS + width), np.int64)
-        addresses, sizes, kinds = [], [], dict[object, int]()
+        addresses, sizes = [], []
+        kinds = {
+            kind: number for number, kind in enumerate(dict.fromkeys(call.kind for call in calls))
+        }
+        all_sizes = sizes_of([*kinds])
         for i, call in enumerate(calls):
-            rows[i, FUNCTION] = call.address
+            rows[i, FUNCTION] = loaded_address(call.entry)
             # each tensor is three numbers
             nothing = [0, 0, 0] * len(call.bound.tensors)
             packed = call.bound.function.pack(*nothing, *call.bound.constants)
@@ -216,23 +174,14 @@ class CompiledProgram:
                 if isinstance(count, int):
                     rows[i, offset + 1] = count
                 else:
-                    sizes.append((i * rows.shape[1] + offset + 1, self._sizes.index(count)))
+                    sizes.append((i * rows.shape[1] + offset + 1, all_sizes.index(count)))
                 if isinstance(tensor, Tensor):
                     rows[i, offset] = tensor.data_ptr()
+                    self.weights.append((i * rows.shape[1] + offset, tensor))
                 else:
                     addresses.append((i * rows.shape[1] + offset, self._slots[tensor.name]))
-            kinds.setdefault(call.kind, i)
-        numbers = {kind: number for number, kind in enumerate(kinds)}
-        chosen = [calls[i] for i in kinds.values()]
-        return _Table(
-            rows,
-            _columns(addresses),
-            _columns(sizes),
-            tuple(chosen),
-            tuple([tuple(map(self._sizes.index, _sizes_of([call]))) for call in chosen]),
-            np.array([numbers[call.kind] for call in calls], np.int64),
-            tuple(_stretches(len(self._program.ops), [call.op for call in calls])),
-        )
+        numbers = np.array([kinds[call.kind] for call in calls], np.int64)
+        return CallTable(rows, _columns(addresses), _columns(sizes), [*kinds], numbers)
 
 
 def compile_program(
@@ -262,8 +211,6 @@ def with_calls(before: Sequence[Bound], table: Int64Array, after: Sequence[Bound
     Args:
         before, after: their tensors are contiguous and of the dtypes that they read. The caller holds them.
     """
-    from varlen_kernels.cpu.calls.machine_code import address_of
-
     bound = [*before, *after]
     rows = [*range(len(before)), *range(len(before) + len(table), len(bound) + len(table))]
     width = max(3 * len(each.tensors) + len(each.constants) for each in bound)
@@ -278,13 +225,12 @@ def with_calls(before: Sequence[Bound], table: Int64Array, after: Sequence[Bound
         numbers = [number for each, extent in places for number in (each.data_ptr(), *extent)]
         packed = np.frombuffer(function.pack(*numbers, *constants), np.int64)
         units, _ = function.work(extents, constants)
-        whole[row, :ARGUMENTS] = address_of(entry), units, 1
+        whole[row, :ARGUMENTS] = loaded_address(entry), units, 1
         whole[row, ARGUMENTS : ARGUMENTS + len(packed)] = packed
     return whole
 
 
 def _calls_of(program: Program) -> list[_Call]:
-    from varlen_kernels.cpu.calls.machine_code import address_of
     from varlen_kernels.cpu.compile_all import OF_DECODERS, compile_missing
 
     found = []
@@ -295,7 +241,7 @@ def _calls_of(program: Program) -> list[_Call]:
         [*(entry for _, _, entry in found), *(OF_DECODERS if program.states else ())],
         python_command,
     )
-    return [_Call(number, bound, address_of(entry)) for number, bound, entry in found]
+    return [_Call(*each) for each in found]
 
 
 def _bound(op: Op) -> list[tuple[Bound, str]]:
@@ -319,40 +265,7 @@ def _bound(op: Op) -> list[tuple[Bound, str]]:
     return found
 
 
-def _work(
-    table: _Table, kind: int, sizes: Sequence[int], dims: Dims, cores: int
-) -> tuple[int, int]:
-    """Return `_units_and_parts` of a kind of calls."""
-    key = (kind, cores, *(sizes[index] for index in table.sizes_of[kind]))
-    found = table.work.get(key)
-    if found is None:
-        if len(table.work) >= _MOST_WORK:
-            table.work.clear()
-        found = table.work[key] = _units_and_parts(table.kinds[kind], dims, cores)
-    return found
-
-
-def _units_and_parts(call: _Call, dims: Dims, cores: int) -> tuple[int, int]:
-    """Return the numbers of units and of parts of a function's work."""
-    extents = []
-    for tensor in call.bound.tensors:
-        rows, columns = _extent(tensor)
-        extents.append((rows.at(dims) if isinstance(rows, Size) else rows, columns))
-    units, multiplications = call.bound.function.work(extents, call.bound.constants)
-    return units, parts_of(units, multiplications, cores)
-
-
-def _sizes_of(calls: Sequence[_Call]) -> Iterator[Size]:
-    """Yield the numbers of rows that differ from batch to batch."""
-    for call in calls:
-        for tensor in call.bound.tensors:
-            rows, _ = _extent(tensor)
-            if isinstance(rows, Size):
-                yield rows
-
-
-def _extent(tensor: Tensor | Value | State | None) -> tuple[int | Size, int]:
-    """Return the rows and columns of a tensor: axes after the first count as one."""
+def _extent(tensor: Tensor | Value | State | None) -> Extent:
     if tensor is None:
         return 0, 0
     shape: Sequence[int | Size] = tensor.shape

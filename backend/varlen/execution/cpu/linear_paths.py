@@ -27,7 +27,7 @@ from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.program.program import Op, Operand, Program, Value, Weights
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.products import can_pack, pack_weight
 
 # For each op of a layer: the op that runs it and an activation.

@@ -24,29 +24,31 @@ import torch
 from torch import Tensor
 
 from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
-from varlen.execution.cpu.compiled_program import Int64Array, compile_program, with_calls
+from varlen.execution.cpu.call_table import Int64Array
+from varlen.execution.cpu.compiled_program import compile_program, with_calls
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.packing import (
     Arrays,
+    InputLayout,
     PackedStep,
-    padded_inputs,
+    fill_inputs,
     searches_of_step,
     step_dims,
-    tensors_of,
 )
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.thread_executor import CoreShare, LoneCores
-from varlen.memory.arena import Arena, Region
-from varlen.memory.shared import map_shared, new_shared
+from varlen.memory.arena import Arena, Region, memory_errors
+from varlen.memory.pages import map_shared, new_shared
 from varlen.memory.usage import Dims
-from varlen.program.program import NO_STATES, PackedBatch, Program
+from varlen.program.program import NO_STATES, PackedBatch, Program, Value, tensors_of
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
 from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
-from varlen_kernels.cpu.calls.calls import run_calls
+from varlen_kernels.cpu.calls.run_calls import run_calls
 from varlen_kernels.cpu.native.threads import run_parts
+from varlen_kernels.functions import STEP_BEAMS
 from varlen_kernels.op import Bound
-from varlen_kernels.op_table import OPS, STEP_BEAMS
+from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.beam import BeamCandidates
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
 
@@ -81,11 +83,11 @@ class CpuRunner:
 
     Attributes:
         input_names: inputs that a batch brings; a stage receives others.
-        is_compiled: whether it runs as calls of compiled code.
+        compiled: the program as calls of compiled code; None if it does not run so.
     """
 
     # neighbours of one length share an attention call
-    longest_first = False
+    longest_first, runs_at_launch = False, True
 
     def __init__(
         self,
@@ -111,15 +113,18 @@ class CpuRunner:
         received = () if handoffs is None else handoffs.received_names(number)
         self.input_names = [each.name for each in program.inputs if each.name not in received]
         self._is_padded = not of_steps and compiles_products(program)
-        self._compiled = compile_program(program, kernels, states, needs_products=not of_steps)
-        self.is_compiled = self._compiled is not None
+        self.compiled = compile_program(program, kernels, states, needs_products=not of_steps)
         self._lone: LoneCores | None = None
         self._call: AllCores | None = None
+
+    @property
+    def row_dimension(self) -> str:
+        return self.program.row_dimension
 
     def share_cores(self, share: CoreShare, cores: int) -> None:
         """Use this number of cores while `share` says that a batch runs alone, else one."""
         self._lone = LoneCores(share, cores)
-        if self._compiled is None:
+        if self.compiled is None:
             self._call = AllCores(self.program, self._lone)
 
     def compile(self) -> None:
@@ -127,6 +132,7 @@ class CpuRunner:
         if self._is_padded:
             compile_products(self.program, self._kernels, batch_sizes(_USUAL_TOKENS))
 
+    @memory_errors()
     def launch(
         self, arrays: Arrays, dims: Dims, given: Mapping[str, Tensor] = NO_STATES
     ) -> Callable[[], Tensor | None]:
@@ -157,9 +163,9 @@ class CpuRunner:
         if self._is_padded:
             dims = {**dims, "tokens": min(padded(dims["tokens"]), self.arena.max_tokens)}
             own = [value for value in self.program.inputs if value.name in arrays]
-            inputs = padded_inputs(own, dims, arrays)
+            inputs = _padded_inputs(own, dims, arrays)
         else:
-            inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            inputs = tensors_of(arrays)
         inputs |= {name: _with_rows(rows, dims["tokens"]) for name, rows in given.items()}
         region = self.arena.allocate(dims)
         if self._handoffs is None:
@@ -171,8 +177,8 @@ class CpuRunner:
         if sent:
             out = [sent[value.name] for value in self.program.outputs]
         batch = PackedBatch(inputs, dims)
-        if self._compiled is not None:
-            outputs = self._compiled.run(
+        if self.compiled is not None:
+            outputs = self.compiled.run(
                 batch, self._kernels, region, out=out, lone=self._lone, cores=cores
             )
         else:
@@ -187,17 +193,25 @@ class CpuRunner:
     @property
     def is_one_call(self) -> bool:
         """Whether one call of compiled code runs the program."""
-        return self._compiled is not None and self._compiled.is_one_call and not self._handoffs
+        return self.compiled is not None and self.compiled.is_one_call and not self._handoffs
 
     def table(
         self, inputs: Mapping[str, Tensor], dims: Dims, region: Region, outputs: Sequence[Tensor]
     ) -> Int64Array:
         """Return the calls of a batch on one core; the program is one call."""
-        assert self._compiled is not None
-        return self._compiled.filled(PackedBatch(inputs, dims), region, outputs, cores=1)
+        assert self.compiled is not None
+        return self.compiled.filled(PackedBatch(inputs, dims), region, outputs, cores=1)
 
     def close(self) -> None:
         """No resources to release."""
+
+
+def _padded_inputs(inputs: Sequence[Value], dims: Dims, arrays: Arrays) -> dict[str, Tensor]:
+    """Return inputs of these dimensions, in memory of their own; see `fill_inputs`."""
+    layout = InputLayout.of(inputs, dims)
+    views = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8))
+    fill_inputs({name: view.numpy() for name, view in views.items()}, arrays)
+    return views
 
 
 def _with_rows(rows: Tensor, count: int) -> Tensor:
@@ -306,7 +320,7 @@ class CpuSteps:
         def step(cores: int | None) -> None:
             self._runner.run(arrays, dims, [logits], cores)
 
-        if self._runner.is_compiled:
+        if self._runner.compiled is not None:
             self._cores.run(step, dims["tokens"], torch.get_num_threads())
         else:
             # ops of torch use its threads in any case

@@ -33,8 +33,9 @@ from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, ca
 from varlen.execution.cuda.step_fusion import MOST_ROWS, fuse_steps
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, Layout, Region, alignment_of
+from varlen.memory.arena import Arena, Region, alignment_of, memory_errors
 from varlen.memory.chunk import moved
+from varlen.memory.planner import Layout
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
 from varlen.scheduling.batch import MAX_STEPS
@@ -228,7 +229,7 @@ class CudaRunner(_GraphRunner):
     # one runs, the next one is ready on the GPU's queue
     slots = 2
     # so the last programs of attention to start are short ones
-    longest_first = True
+    longest_first, runs_at_launch = True, False
 
     def __init__(
         self,
@@ -253,6 +254,7 @@ class CudaRunner(_GraphRunner):
         largest = arena.largest
         most = min(max_batch_tokens or arena.max_tokens, arena.max_tokens)
         self.buckets = Buckets(most, largest["sequences"], longest=arena.max_tokens)
+        self.row_dimension = program.row_dimension
         self.input_names = [value.name for value in program.inputs]
         size = InputLayout.of(program.inputs, largest).num_bytes
         inputs = torch.zeros(size, dtype=torch.uint8, device=arena.device)
@@ -278,6 +280,7 @@ class CudaRunner(_GraphRunner):
         # when the last batch that was started can end at the earliest
         self._earliest_end = 0.0
 
+    @memory_errors()
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
         """Start a batch and return a function that waits for its output on the host.
 
@@ -301,6 +304,7 @@ class CudaRunner(_GraphRunner):
             self._free.put(buffers)
             raise
 
+        @memory_errors()
         def output() -> Tensor:
             try:
                 # until then the wait would take a core from tokenizers and clients
@@ -715,7 +719,7 @@ class OpsOnDevice:
     """
 
     slots = 2
-    longest_first = False
+    longest_first, runs_at_launch = False, False
 
     def __init__(
         self,
@@ -733,11 +737,13 @@ class OpsOnDevice:
             graphs: has the stream.
         """
         self.program, self._kernels = program, kernels
+        self.row_dimension = program.row_dimension
         self.input_names = [value.name for value in program.inputs]
         self._arena, self._states, self._graphs = arena, states, graphs
         # batches are started one at a time, each as a whole
         self._launching = Lock()
 
+    @memory_errors()
     @torch.inference_mode()
     def launch(self, arrays: Arrays, dims: Dims) -> Callable[[], Tensor | None]:
         """Start a batch and return a function that waits for its output on the host."""
@@ -755,6 +761,7 @@ class OpsOnDevice:
             self._graphs.copy(answer, output)
             wait = self._graphs.record()
 
+        @memory_errors()
         def answers() -> Tensor:
             wait()
             return answer

@@ -42,7 +42,7 @@ from varlen.program.program import Program
 from varlen.request.request import Int32Array, Prompt
 from varlen_kernels import cpu
 from varlen_kernels.cache_files import CacheFolder
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.reference.linear_int8 import WeightCodes
 
 _log = logging.getLogger(__name__)

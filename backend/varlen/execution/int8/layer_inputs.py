@@ -54,7 +54,7 @@ class ObservingKernels:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        result = cpu.linear(x, weight, bias, out=out)
+        result: Tensor = cpu.linear(x, weight, bias, out=out)
         self._observe(weight, x, bias, result)
         return result
 

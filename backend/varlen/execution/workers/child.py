@@ -5,6 +5,9 @@ checkpoint and the settings, and gets log lines and then the model's description
 engine brings the connection of a worker, and the memory that says whether its batch runs alone. When the engine closes
 its end, or dies, the process ends.
 
+Where all ops of a model of one step are compiled, the process executes itself anew, as `child FD compiled MODEL`: MODEL
+is a file in memory, and torch is gone (`compiled_work`).
+
 Workers of a model of one step are forked, and share the weights. No thread works at that time, so a fork leaves no lock
 behind. A process that has keys and values, or that leads others, is its own only worker. The other ranks or stages get
 their control socket from the leader, run the work that it sends, and end with it.
@@ -21,32 +24,41 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, EngineError, VarlenError
 from varlen.execution.executor import SkippedStepError
 from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import (
+    CHILD,
+    COMPILED,
     MAX_MESSAGE,
+    MEMBER,
     Answers,
     Array,
+    Orders,
     Problem,
+    ReadAhead,
+    Work,
     receive_control,
     send_answers,
     send_control,
 )
-from varlen.execution.workers.process import MEMBER, Setup
 from varlen.memory.heap import drop_library_pages, return_large_memory, trim_heap
-from varlen.processes import end_with_parent, freeze_objects, log_by, set_log_level
+from varlen.processes import (
+    end_with_parent,
+    freeze_objects,
+    log_by,
+    python_command,
+    set_log_level,
+)
 
 if TYPE_CHECKING:
+    from varlen.execution.runner import Runner
     from varlen.execution.workers.group import Leader, Member
-    from varlen.execution.workers.work import Work
 
 _log = logging.getLogger("varlen")
 
@@ -72,19 +84,15 @@ def main() -> None:
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    # before the engine says which model it is
-    import_module("torch")
     log_by(_ToEngine(control))
-    try:
-        fields, descriptors = receive_control(control)
-    except EOFError:
-        # the engine's process has ended
-        return
-    set_log_level(fields["log_level"])
     return_large_memory()
-    setup = Setup(control, fields, EngineConfig(**fields["config"]), descriptors)
     try:
-        work, serve = _load(setup)
+        if COMPILED in sys.argv:
+            work, serve = _read_compiled(control, int(sys.argv[-1]))
+        else:
+            # before the engine says which model it is
+            import_module("torch")
+            work, serve = _load(control)
     except VarlenError as error:
         send_control(control, _error(error))
         return
@@ -96,36 +104,80 @@ def main() -> None:
     # what the load has freed; processes that are forked from this one would all keep it
     trim_heap()
     drop_library_pages()
-    send_control(control, {"model": asdict(work.runner.info)})
+    send_control(control, {"model": work.runner.facts()})
     serve()
 
 
-def _load(setup: Setup) -> tuple[Work[Any, Any], Callable[[], None]]:
+def _load(control: socket.socket) -> tuple[Work[Any, Any], Callable[[], None]]:
     """Return the work of this process, and what runs it."""
+    from varlen.config import EngineConfig
     from varlen.execution.workers.group import Leader, Member
+    from varlen.execution.workers.process import Setup
     from varlen.execution.workers.work import BatchWork, StepWork
 
+    try:
+        fields, descriptors = receive_control(control)
+    except EOFError:
+        # the engine's process has ended
+        sys.exit()
+    set_log_level(fields["log_level"])
+    setup = Setup(control, fields, EngineConfig(**fields["config"]), descriptors)
     kind = StepWork if setup.generates else BatchWork
     if setup.number is not None:
         member = Member(setup)
-        work: Work[Any, Any] = kind(setup, member)
-        return work, partial(_follow, setup.control, member, work)
+        part = kind(setup, member)
+        return part, partial(_follow, control, member, part.runner, part.read)
     leader = Leader(setup, kind.message_of) if setup.config.num_processes > 1 else None
     work = kind(setup, leader)
     work.warm_up()
     if leader is not None:
         leader.finish_load()
-    return work, partial(_connect_workers, setup.control, leader, work)
+    if work.is_forked:
+        _leave_torch(control, work.runner, fields["log_level"])
+    return work, partial(_connect_workers, control, leader, work)
 
 
-def _follow(control: socket.socket, member: Member, work: Work[Any, Any]) -> None:
+def _leave_torch(control: socket.socket, runner: Runner, log_level: str) -> None:
+    """Execute this process anew, without torch; return if the model needs torch."""
+    from varlen.execution.workers.compiled_work import torch_reason, write_model
+
+    reason = torch_reason(runner)
+    if not reason:
+        try:
+            with os.fdopen(write_model(runner, log_level)) as model:
+                own = control.fileno(), model.fileno()
+                for each in own:
+                    os.set_inheritable(each, True)
+                _log.info("the workers hold no torch: all ops of the model are compiled")
+                python = python_command()
+                os.execv(python, [python, "-m", CHILD, str(own[0]), COMPILED, str(own[1])])
+        except OSError as error:
+            reason = str(error)
+    _log.info("the workers hold torch: %s", reason)
+
+
+def _read_compiled(
+    control: socket.socket, descriptor: int
+) -> tuple[Work[Any, Any], Callable[[], None]]:
+    """Return the work of a process without torch, and what runs it."""
+    from varlen.execution.workers.compiled_work import CompiledWork
+
+    work = CompiledWork(descriptor)
+    set_log_level(work.log_level)
+    work.warm_up()
+    return work, partial(_connect_workers, control, None, work)
+
+
+def _follow(
+    control: socket.socket, member: Member, runner: Runner, read: Callable[[bytes], Any]
+) -> None:
     """Run what the leader runs, until it closes the connection."""
     try:
         while True:
             if not member.connection.poll(IDLE_SECONDS):
-                work.runner.release_arenas()
+                runner.release_arenas()
                 trim_heap()
-            member.follow(lambda message: work.runner.run_part(work.read(message)))
+            member.follow(lambda message: runner.run_part(read(message)))
     except MemoryError:
         send_control(control, _error(EngineError("too little memory")))
     except VarlenError as error:
@@ -185,8 +237,6 @@ def answer_orders(
     Args:
         leader: sends them to the other stages as they arrive, if there are any.
     """
-    from varlen.execution.workers.work import Orders, ReadAhead
-
     # later lines have no engine that reads them
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(logging.Formatter("varlen: worker %(process)d: %(message)s"))

@@ -1,28 +1,35 @@
-"""Messages between the processes of a model: JSON, and arrays as their bytes.
+"""Messages between the processes of a model, and the work that they bring.
 
-Nothing is pickled. A message on a control socket is JSON, perhaps with file descriptors. A message on a connection for
-work is a batch, a step, or the answers to one: the length of the JSON, the JSON, then the arrays.
+Messages are JSON, and arrays as their bytes; nothing is pickled. A message on a control socket is JSON, perhaps with
+file descriptors. A message on a connection for work is a batch, a step, or the answers to one: the length of the JSON,
+the JSON, then the arrays.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from varlen.execution.executor import outcome_of
+from varlen.execution.packing import PackedStep
+from varlen.execution.thread_executor import CoreShare
 from varlen.memory.memory_use import MemoryUse, Swap
-from varlen.request.request import PAYLOADS, Prompt, RequestOptions
+from varlen.request.request import PAYLOADS, Bytes, Prompt, RequestOptions
 
-if TYPE_CHECKING:
-    from varlen.execution.packing import PackedStep
-
+CHILD = "varlen.execution.workers.child"
+# Arguments of a process: another one leads it; it has no torch, before the descriptor of its model.
+MEMBER, COMPILED = "member", "compiled"
 # Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
 MAX_MESSAGE = 1 << 16
 # File descriptors of a message at most.
@@ -35,8 +42,13 @@ _DTYPES = {
     np.dtype(each).char: np.dtype(each) for each in (np.int32, np.int64, np.float32, np.float64)
 }
 
+# Fields of a step.
+_STEP_FIELDS = tuple(each.name for each in fields(PackedStep))
+
 Array: TypeAlias = npt.NDArray[Any]
 Problem: TypeAlias = Literal["memory", "error", "skipped", "adapter"]
+_Order = TypeVar("_Order")
+_Part = TypeVar("_Part")
 
 
 def send_control(
@@ -119,7 +131,7 @@ def step_message(step: PackedStep | None) -> bytes:
     if step is None:
         return b""
     names, arrays = [], []
-    for group in _step_fields():
+    for group in _STEP_FIELDS:
         value = getattr(step, group)
         if isinstance(value, np.ndarray):
             names.append(group)
@@ -134,24 +146,14 @@ def step_of(message: bytes) -> PackedStep | None:
     """Return the step of a message; None asks for a check of the device."""
     if not message:
         return None
-    from varlen.execution.packing import PackedStep
-
     names, arrays = content_of(message)
-    groups: dict[str, Any] = {group: {} for group in _step_fields()}
+    groups: dict[str, Any] = {group: {} for group in _STEP_FIELDS}
     for (group, name), array in zip(_split(names), arrays, strict=True):
         if name:
             groups[group][name] = array
         else:
             groups[group] = array
     return PackedStep(**groups)
-
-
-@cache
-def _step_fields() -> tuple[str, ...]:
-    """Return the field names of a step; an engine of batches needs no torch."""
-    from varlen.execution.packing import PackedStep
-
-    return tuple(each.name for each in fields(PackedStep))
 
 
 @lru_cache(256)
@@ -201,3 +203,129 @@ def receive_answers(connection: Connection) -> Answers:
     """
     (use, *problem), rows = content_of(connection.recv_bytes())
     return Answers(rows, MemoryUse(*use), *problem)
+
+
+class LoadedModel(Protocol):
+    """A model that a process has loaded, such as a `Runner`; see there."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the engine knows of it, as a message has it: a `ModelInfo`."""
+
+    def share_cores(self, share: CoreShare) -> None: ...
+
+    def use(self) -> MemoryUse: ...
+
+    def new_swaps(self) -> Sequence[Swap]: ...
+
+    def release_arenas(self) -> None: ...
+
+
+class Work(Protocol[_Order, _Part]):
+    """The work of a process that has loaded a model, or a part of one.
+
+    Attributes:
+        runner: the model that runs it.
+        is_forked: whether workers are forked from this process; if not, it is its own only worker.
+    """
+
+    runner: LoadedModel
+    is_forked: bool
+
+    def warm_up(self) -> None:
+        """Run the first batch or steps, in all processes of the model."""
+
+    def share(self, byte: Bytes) -> Sequence[int]:  # noqa: ARG002
+        """Return file descriptors of memory that the engine maps: none, if all answers are sent.
+
+        Args:
+            byte: `[1]`, which the engine writes when a launch should end with the step that runs.
+        """
+        return ()
+
+    def read(self, message: bytes, /) -> _Order:
+        """Return the work of a message."""
+
+    def prepare(self, order: _Order, /) -> _Part:
+        """Return the part that ranks or stages run; other work may run meanwhile."""
+
+    def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
+        """Return the answers to some work.
+
+        Args:
+            part: returns the result of `prepare`.
+        """
+
+
+class Orders(Generic[_Order, _Part]):
+    """Work that is read when it runs."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        read: Callable[[bytes], _Order],
+        prepare: Callable[[_Order], _Part],
+    ) -> None:
+        """Read from a connection to the engine.
+
+        Args:
+            read: returns the work of a message.
+            prepare: returns the part of it that ranks or stages run.
+        """
+        self._connection = connection
+        self._read = read
+        self._prepare = prepare
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+
+    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
+        """Return the next work and a function that prepares it; None after the timeout.
+
+        Args:
+            timeout: seconds; None is no limit.
+
+        Raises:
+            EOFError, OSError: the engine has closed the connection.
+        """
+        if not self._arrivals.poll(None if timeout is None else 1000 * timeout):
+            return None
+        order = self._read(self._connection.recv_bytes())
+        return order, partial(self._prepare, order)
+
+
+class ReadAhead(Orders[_Order, _Part]):
+    """Work that a thread reads and prepares as it arrives.
+
+    Its function returns the result of `prepare`, or raises its error.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        read: Callable[[bytes], _Order],
+        prepare: Callable[[_Order], _Part],
+    ) -> None:
+        """Start to read, see `Orders`."""
+        super().__init__(connection, read, prepare)
+        self._arrived: SimpleQueue[tuple[_Order, Callable[[], _Part]] | BaseException] = (
+            SimpleQueue()
+        )
+        Thread(target=self._loop, name="varlen-orders", daemon=True).start()
+
+    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
+        """Return the next work, see `Orders.next`."""
+        try:
+            arrived = self._arrived.get(timeout=timeout)
+        except Empty:
+            return None
+        if isinstance(arrived, BaseException):
+            raise arrived
+        return arrived
+
+    def _loop(self) -> None:
+        try:
+            while (found := super().next(None)) is not None:
+                order, prepare = found
+                self._arrived.put((order, outcome_of(prepare)))
+        except BaseException as error:
+            # also too little memory to read: the process must not wait for ever
+            self._arrived.put(error)

@@ -24,15 +24,12 @@ from varlen.config import Device, EngineConfig
 from varlen.errors import EngineError, ModelFaultError, VarlenError
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.thread_executor import CoreShare
-from varlen.execution.workers.messages import receive_control, send_control
+from varlen.execution.workers.messages import CHILD, MEMBER, receive_control, send_control
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import start_module
 
 _log = logging.getLogger(__name__)
 
-CHILD = "varlen.execution.workers.child"
-# Argument of a process that another one leads.
-MEMBER = "member"
 # Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.

@@ -1,78 +1,44 @@
-"""The work of a process of a model, and how it arrives: batches or steps.
+"""The work of a process of a model that has torch: batches or steps.
 
-This process draws the tokens of samples, and advances the searches that need only the logits; the next step continues
-from them. The engine chooses the other tokens, from logits in memory that both processes map.
+The process of steps draws the tokens of samples, and advances the searches that need only the logits; the next step
+continues from them. The engine chooses the other tokens, from logits in memory that both processes map.
 """
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from varlen.execution.cpu.runner import CpuSteps, map_logits
 from varlen.execution.device import cores_of_rank, usable_cores
-from varlen.execution.executor import StepOrder, outcome_of
+from varlen.execution.executor import StepOrder
 from varlen.execution.packing import PackedStep, part_of_step
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.execution.warm_up import check_numbers, warm_up, warm_up_draws
-from varlen.execution.workers.messages import Array, batch_message, batch_of, step_message, step_of
+from varlen.execution.workers.messages import (
+    Array,
+    Work,
+    batch_message,
+    batch_of,
+    step_message,
+    step_of,
+)
 from varlen.execution.workers.process import Setup
-from varlen.memory.shared import new_shared
+from varlen.memory.pages import new_shared
 from varlen.request.request import Bytes, Int32Array, Prompt, RequestOptions
 
-_Order = TypeVar("_Order")
-_Part = TypeVar("_Part")
 _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
-
-
-class Work(Protocol[_Order, _Part]):
-    """The work of a process that has loaded a model, or a part of one.
-
-    Attributes:
-        is_forked: whether workers are forked from this process; if not, it is its own only worker.
-    """
-
-    runner: Runner
-    is_forked: bool
-
-    def warm_up(self) -> None:
-        """Run the first batch or steps, in all processes of the model."""
-
-    def share(self, byte: Bytes) -> Sequence[int]:  # noqa: ARG002
-        """Return file descriptors of memory that the engine maps: none, if all answers are sent.
-
-        Args:
-            byte: `[1]`, which the engine writes when a launch should end with the step that runs.
-        """
-        return ()
-
-    def read(self, message: bytes, /) -> _Order:
-        """Return the work of a message."""
-
-    def prepare(self, order: _Order, /) -> _Part:
-        """Return the part that ranks or stages run; other work may run meanwhile."""
-
-    def run(self, order: _Order, part: Callable[[], _Part], /) -> Sequence[Array]:
-        """Return the answers to some work.
-
-        Args:
-            part: returns the result of `prepare`.
-        """
 
 
 class BatchWork(Work[_Batch, _Batch]):
     """Batches of a model of one step, which all of its processes run."""
 
+    runner: Runner
     read = staticmethod(batch_of)
 
     def __init__(self, setup: Setup, link: RankLink[_Batch] | None = None) -> None:
@@ -111,6 +77,7 @@ class BatchWork(Work[_Batch, _Batch]):
 class StepWork(Work[PackedStep | None, PackedStep | None]):
     """Steps of a model that generates. A step that is None is a check."""
 
+    runner: Runner
     is_forked = False
     read = staticmethod(step_of)
 
@@ -168,78 +135,3 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
             found = self._decoder.run_prepared(step, prepared)
         self._chosen = np.array(found.token_ids, np.int32)
         return (self._chosen, *(found.searches or ()))
-
-
-class Orders(Generic[_Order, _Part]):
-    """Work that is read when it runs."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        read: Callable[[bytes], _Order],
-        prepare: Callable[[_Order], _Part],
-    ) -> None:
-        """Read from a connection to the engine.
-
-        Args:
-            read: returns the work of a message.
-            prepare: returns the part of it that ranks or stages run.
-        """
-        self._connection = connection
-        self._read = read
-        self._prepare = prepare
-        self._arrivals = select.poll()
-        self._arrivals.register(connection, select.POLLIN)
-
-    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
-        """Return the next work and a function that prepares it; None after the timeout.
-
-        Args:
-            timeout: seconds; None is no limit.
-
-        Raises:
-            EOFError, OSError: the engine has closed the connection.
-        """
-        if not self._arrivals.poll(None if timeout is None else 1000 * timeout):
-            return None
-        order = self._read(self._connection.recv_bytes())
-        return order, partial(self._prepare, order)
-
-
-class ReadAhead(Orders[_Order, _Part]):
-    """Work that a thread reads and prepares as it arrives.
-
-    Its function returns the result of `prepare`, or raises its error.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        read: Callable[[bytes], _Order],
-        prepare: Callable[[_Order], _Part],
-    ) -> None:
-        """Start to read, see `Orders`."""
-        super().__init__(connection, read, prepare)
-        self._arrived: SimpleQueue[tuple[_Order, Callable[[], _Part]] | BaseException] = (
-            SimpleQueue()
-        )
-        Thread(target=self._loop, name="varlen-orders", daemon=True).start()
-
-    def next(self, timeout: float | None) -> tuple[_Order, Callable[[], _Part]] | None:
-        """Return the next work, see `Orders.next`."""
-        try:
-            arrived = self._arrived.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(arrived, BaseException):
-            raise arrived
-        return arrived
-
-    def _loop(self) -> None:
-        try:
-            while (found := super().next(None)) is not None:
-                order, prepare = found
-                self._arrived.put((order, outcome_of(prepare)))
-        except BaseException as error:
-            # also too little memory to read: the process must not wait for ever
-            self._arrived.put(error)

@@ -23,8 +23,8 @@ from varlen_kernels.cpu.native.native import (
     uint8_vector,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN
-from varlen_kernels.reference.beam_search import ENDS_WHEN_FULL, IS_LAST, NOT_GIVEN
+from varlen_kernels.functions import ENDS_WHEN_FULL, IS_LAST, NO_TOKEN, NOT_GIVEN
+from varlen_kernels.reference.beam import NO_PARENT
 
 _CHUNK = 2048
 # Adjacent logits that are compared with the floor at once.

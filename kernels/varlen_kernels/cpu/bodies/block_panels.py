@@ -43,7 +43,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import BLOCK
+from varlen_kernels.functions import BLOCK
 
 # Bytes from a word to what is fetched into the cache for later.
 _FETCHED_AHEAD = 2048

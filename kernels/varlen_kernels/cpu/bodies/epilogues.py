@@ -18,7 +18,7 @@ from varlen_kernels.cpu.native.lanes import (
 )
 from varlen_kernels.cpu.native.native import inlined
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import GELU, GELU_TANH, RELU, SILU
+from varlen_kernels.functions import GELU, GELU_TANH, RELU, SILU
 
 # 1 + tanh(y) is 2 · sigmoid(2 y), so the result is x · sigmoid(x · (_LINEAR + _CUBIC · x²)).
 _LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)
@@ -138,7 +138,7 @@ def store_within(array, row, column, value):
 
 @inlined
 def activated(value, kind):
-    """Return an activation; `kind` is one of `op_table.ACTIVATIONS`."""
+    """Return an activation; `kind` is one of `functions.ACTIVATIONS`."""
     if kind == GELU:
         return gelu_erf(value)
     if kind == GELU_TANH:

@@ -27,7 +27,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
+from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 
 _ZERO = np.float32(0)
 

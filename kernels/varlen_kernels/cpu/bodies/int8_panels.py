@@ -49,7 +49,7 @@ from varlen_kernels.cpu.native.native import (
     uint8_matrix,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
+from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, SMALLEST_SCALE
 
 _BYTE, _INT, _SIZE = ir.IntType(8), ir.IntType(32), ir.IntType(64)

@@ -36,7 +36,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import BLOCK, NO_ACTIVATION
+from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 
 # Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
 _UNROLLED = 4

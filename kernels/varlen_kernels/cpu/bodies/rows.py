@@ -12,11 +12,12 @@ from varlen_kernels.cpu.bodies.epilogues import (
     normalize_row,
     store_up_to,
     store_within,
+    tanh,
 )
 from varlen_kernels.cpu.native.lanes import largest_of, maximum, multiply_add, splat, sum_of
 from varlen_kernels.cpu.native.native import inlined, inlined_body
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.op_table import NO_ACTIVATION, POOLINGS
+from varlen_kernels.functions import NO_ACTIVATION, POOLINGS
 from varlen_kernels.vector_ops import HUGE, NORM_FLOOR, SCALE_OF_HUGE
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -160,6 +161,22 @@ def activate(
                 value = activated(value, kind)
             if x.shape[1] > features:
                 value = value * load_within(x, row, features + column)
+            store_within(out, row, column, value)
+    return 0
+
+
+@inlined_body
+def stretched_tanh(
+    first,
+    last,
+    x,
+    limit,
+    out,
+):
+    """Write limit · tanh(x / limit) of some rows."""
+    for row in range(first, last):
+        for column in range(0, out.shape[1], LANES):
+            value = tanh(load_within(x, row, column) / splat(limit)) * splat(limit)
             store_within(out, row, column, value)
     return 0
 

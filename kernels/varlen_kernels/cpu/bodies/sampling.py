@@ -18,7 +18,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
     uint32_vector,
 )
-from varlen_kernels.reference.beam import NO_TOKEN
+from varlen_kernels.functions import NO_TOKEN
 from varlen_kernels.reference.logit_edits import KEPT, NO_BIAS, NO_SLOT, UNSEEN
 
 _LOWEST, _NO_BIAS = np.float32(-np.inf), np.float32(NO_BIAS)

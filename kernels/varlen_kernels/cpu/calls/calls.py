@@ -1,73 +1,31 @@
-"""Runs the compiled functions of an op or a table, on one thread or several.
-
-Each function gets the address of its arguments and the range of units that it works on. Threads go through the same
-list. They take parts of a function's units until none is left, and go on when all parts are done. A thread waits only
-for parts that another one has begun, so a thread whose core is taken delays the others by one part at most.
-Where there is no LLVM, `machine_code` cannot be imported, and ops run their specification.
-"""
+"""Ops on tensors by their compiled functions, or by their specification where nothing is compiled."""
 
 import ctypes
-import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from math import prod
 from struct import Struct
-from threading import get_ident
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu.native.target_cpu import named_level
-from varlen_kernels.cpu.native.threads import (
-    ARGUMENTS,
-    HELP_SECONDS,
-    add_gain,
-    run_along,
-    usable_cores,
+from varlen_kernels.cpu.calls.run_calls import (
+    NO_MEMORY,
+    extent_of,
+    has_compiled_ops,
+    loaded_address,
+    parts_of,
+    run_calls,
 )
+from varlen_kernels.cpu.native.threads import ARGUMENTS, add_gain, usable_cores
 from varlen_kernels.op import Bound, Extent, Function, Op
 from varlen_kernels.op_table import OPS
 
-_log = logging.getLogger(__name__)
-
-Table: TypeAlias = npt.NDArray[np.int64]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-# No byte says that threads must leave.
-ALWAYS: Bytes = np.empty(0, np.uint8)
-
-# Multiplications of a function below which threads do not share it: a microsecond or two of work.
-_LEAST_SHARED_WORK = 1 << 19
-# The same for a function that runs by itself: another thread must wake for it.
+# Multiplications of a function that runs by itself, below which threads do not share it: another one must wake for it.
 _LEAST_SHARED_CALL = 1 << 22
-# Parts of each core: the last ones are short, so cores end at about the same time.
-_PARTS = 4
 # The columns of a table before the arguments of a function.
 _HEAD = Struct("q" * ARGUMENTS)
-_NO_MEMORY = "too little memory for what an op computes with"
-
-
-@cache
-def has_compiled_ops() -> bool:
-    """Return whether ops run as machine code; else plain torch runs them, more slowly.
-
-    Code that is not stored is compiled when an op first needs it, which takes numba seconds.
-
-    Raises:
-        ValueError: the environment names a level of CPUs that does not exist.
-    """
-    named_level()
-    try:
-        prepare()
-    except Exception as error:
-        # LLVM or numba is absent or of another version, or no folder can hold compiled code
-        _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
-        return False
-    return True
 
 
 def compiled_form(op: Op) -> Callable[..., Any]:
@@ -117,57 +75,6 @@ def _results_of(
     ]
 
 
-def run_calls(table: Table, cores: int, stay: Bytes = ALWAYS, held: object = None) -> float:
-    """Run the functions of a table, one after another.
-
-    Args:
-        table: `[functions, ARGUMENTS + arguments]`; a thread may read it after this returns.
-        stay: `[1]`, a byte that a thread may read after this returns: once it is 0, other threads take no more parts.
-        held: holds memory that the functions use, for as long as a thread may run them.
-
-    Returns:
-        Seconds that it ended sooner than on one core; negative where other work had a core.
-
-    Raises:
-        MemoryError: a function had too little memory for what it computes with.
-    """
-    rows, columns = table.shape
-    if cores == 1:
-        if _compiled("run_alone", 3)(table.ctypes.data, rows, columns):
-            raise MemoryError(_NO_MEMORY)
-        return 0.0
-    run = _compiled("run_shared", 6)
-    counts, spent = np.zeros((rows + 1, 2), np.int64), np.zeros(4, np.int64)
-    caller, began = get_ident(), time.perf_counter()
-
-    def take_parts(_held: object = held) -> None:
-        # it holds the memory: another thread may begin after the caller's has ended
-        is_caller = get_ident() == caller
-        leave = 0 if is_caller or not len(stay) else stay.ctypes.data
-        result = spent.ctypes.data if is_caller else 0
-        run(table.ctypes.data, rows, columns, counts.ctypes.data, leave, result)
-
-    run_along(take_parts, cores)
-    if counts[rows, 0]:
-        raise MemoryError(_NO_MEMORY)
-    seconds = time.perf_counter() - began
-    cycles, waited, shared, parts = map(int, spent)
-    if not shared or not parts:
-        return -HELP_SECONDS
-    alone: float = seconds * (1 - waited / max(1, cycles)) * (shared / parts)
-    return alone - seconds - HELP_SECONDS
-
-
-def prepare() -> None:
-    """Load what `run_calls` needs, or compile it.
-
-    Raises:
-        ImportError, RuntimeError, OSError: see `address_of`.
-    """
-    run_calls(np.zeros((0, ARGUMENTS), np.int64), 1)
-    _address_of("run_shared")
-
-
 class _Code(NamedTuple):
     """The code of a function for tensors of some dtypes.
 
@@ -191,7 +98,7 @@ def _code_for(function: Function, dtypes: tuple[torch.dtype | None, ...]) -> _Co
     if entry is None:
         return None
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
-    address = _address_of(entry)
+    address = loaded_address(entry)
     return _Code(address, kind(address), widened)
 
 
@@ -266,7 +173,7 @@ def _run(
         add_gain(run_calls(row[None], cores, held=held))
     # with one part there is nothing to share
     elif code.run(arguments, 0, units):
-        raise MemoryError(_NO_MEMORY)
+        raise MemoryError(NO_MEMORY)
     for i in function.written:
         result, copy = tensors[i], held[i]
         if result is not copy and result is not None and copy is not None:
@@ -283,30 +190,6 @@ def _no_code(function: Function, tensors: Sequence[Tensor | None]) -> str:
 def dtypes_of(tensors: Sequence[Any]) -> tuple[torch.dtype | None, ...]:
     """Return the dtype of each tensor, None for none."""
     return tuple([None if each is None else each.dtype for each in tensors])
-
-
-def extent_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor: axes after the first count as one."""
-    return shape[0], prod(shape[1:])
-
-
-def parts_of(units: int, multiplications: float, cores: int) -> int:
-    """Return the number of parts of a function's units that threads take."""
-    is_shared = cores > 1 and multiplications >= _LEAST_SHARED_WORK
-    return max(1, min(units, _PARTS * cores)) if is_shared else 1
-
-
-@cache
-def _compiled(name: str, arguments: int) -> Any:
-    """Return a compiled function of whole numbers, which runs without the GIL."""
-    kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)
-    return kind(_address_of(name))
-
-
-def _address_of(name: str) -> int:
-    from varlen_kernels.cpu.calls.machine_code import address_of
-
-    return address_of(name)
 
 
 def run_op(

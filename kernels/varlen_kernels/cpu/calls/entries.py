@@ -25,8 +25,8 @@ from varlen_kernels.cpu.bodies import (  # noqa: F401
 )
 from varlen_kernels.cpu.calls.call_code import run_alone, run_shared
 from varlen_kernels.cpu.native.native import BODIES, array_at, inlined
+from varlen_kernels.functions import FUNCTIONS
 from varlen_kernels.op import Function
-from varlen_kernels.op_table import FUNCTIONS
 
 _SIZE = ir.IntType(64)
 # Types of the numbers of arrays, by letter. Numbers of bf16 are uint16.
@@ -51,7 +51,7 @@ _AXES = {"vector": 1, "boxes": 3}
 
 
 def entry_of(name: str) -> Any:
-    """Return numba's function of whole numbers for one of `op_table.ENTRIES`.
+    """Return numba's function of whole numbers for one of `functions.ENTRIES`.
 
     It gets the address of its arguments, its first unit, and the one after its last.
     """

@@ -30,7 +30,14 @@ _FOLDER = Path(__file__).parent.parent
 # Code that came with the package, and the folder of new code if it can be written.
 BESIDE = _FOLDER / "code"
 # What compiled code is made of: with the bodies, constants of the specifications and the table of ops.
-_SOURCES = ("cpu/**/*.py", "reference/*.py", "op.py", "op_table.py", "vector_ops.py")
+_SOURCES = (
+    "cpu/**/*.py",
+    "reference/*.py",
+    "functions.py",
+    "op.py",
+    "op_table.py",
+    "vector_ops.py",
+)
 # The command that compiles ahead: it decides when and where, and no code comes from it.
 _NO_SOURCES = {"compile_all.py"}
 # What compiled code may call: functions of the C library, and what LLVM turns into its own instructions.

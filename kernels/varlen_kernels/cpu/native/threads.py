@@ -1,16 +1,19 @@
-"""Runs parts of a kernel's work at the same time, one on each core."""
+"""Runs parts of a kernel's work at the same time, one on each core.
+
+A process that runs nothing but compiled code has no torch.
+"""
 
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
-
-import torch
+from typing import Any
 
 # Columns of the table of functions that threads run: the address of a function, its number of units, the number of
 # parts that threads take, and its arguments.
@@ -40,7 +43,10 @@ _thread = _Thread()
 
 def usable_cores() -> int:
     """Return the number of cores that a kernel may use, called in this thread."""
-    return torch.get_num_threads() if _thread.cores is None else _thread.cores.count
+    if _thread.cores is not None:
+        return _thread.cores.count
+    torch = _torch()
+    return torch.get_num_threads() if torch else 1
 
 
 @contextmanager
@@ -161,11 +167,17 @@ def _help(work: _Work | _Along) -> None:
     _waiting.put(work)
 
 
-# the mode is of a thread
-@torch.inference_mode()
 def _serve() -> None:
-    # torch applies its number of threads to a thread that asks; oneDNN, which does not ask, takes all cores before
-    torch.get_num_threads()
-    while True:
-        # no name here: it would keep the arrays of the last work until the next one comes
-        _waiting.get().take_parts()
+    torch = _torch()
+    # the mode is of a thread
+    with torch.inference_mode() if torch else nullcontext():
+        # torch applies its number of threads to a thread that asks; oneDNN, which does not ask, takes all cores before
+        usable_cores()
+        while True:
+            # no name here: it would keep the arrays of the last work until the next one comes
+            _waiting.get().take_parts()
+
+
+def _torch() -> Any:
+    """Return torch if this process has imported it."""
+    return sys.modules.get("torch")

@@ -23,7 +23,8 @@ from varlen.execution.cpu.linear_paths import (
     stored_paths,
     use_paths,
 )
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu, reference

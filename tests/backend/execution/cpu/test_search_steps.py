@@ -10,7 +10,7 @@ from varlen.execution.cpu.runner import SearchSteps, StepCores
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.device_plan import NOT_TAKEN
-from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_calls
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops, run_calls
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")
 END = 0

@@ -30,7 +30,8 @@ from varlen.execution.packing import (
     step_dims,
 )
 from varlen.execution.programs import record_steps
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.models import loading
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder_decoder

@@ -24,7 +24,8 @@ from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.thread_executor import ThreadExecutor
 from varlen.execution.workers.workers import Workers
-from varlen.memory.arena import Arena, Layout
+from varlen.memory.arena import Arena
+from varlen.memory.planner import Layout
 from varlen.request.request import Request
 from varlen.scheduling.batch import Batch, BatchResult
 from varlen.scheduling.sequence import RequestState

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from varlen.execution.workers.work import ReadAhead
+from varlen.execution.workers.messages import ReadAhead
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.quantized import FORMS, save_quantized, widen
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

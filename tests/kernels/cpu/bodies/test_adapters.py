@@ -6,7 +6,7 @@ import torch
 from tests.kernels.float64 import DTYPES, bounds_of, check, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.native.threads import using_cores
-from varlen_kernels.op_table import RANK_STEP, WIDTH_STEP
+from varlen_kernels.functions import RANK_STEP, WIDTH_STEP
 
 HIDDEN, TOKENS = 70, 40
 # features of each part

@@ -6,7 +6,7 @@ import torch
 from tests.kernels.float64 import DTYPES, check, f64, rand
 from varlen_kernels import cpu
 from varlen_kernels.cpu.bodies.panel_layout import pack_blocks
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native.threads import using_cores
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")

@@ -6,7 +6,7 @@ import torch
 from tests.kernels.float64 import DTYPES, bounds_of, check, f64, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.bodies.panel_layout import pack_groups
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native.threads import using_cores
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")

@@ -7,7 +7,7 @@ import torch
 from tests.kernels.float64 import DTYPES, check, check_activation, f64, rand, whole_range
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu.bodies.panel_layout import pack_panels
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native.threads import using_cores
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")

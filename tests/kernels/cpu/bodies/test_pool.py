@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.float64 import rand
 from varlen_kernels import Pooling, cpu, reference
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="pooling is compiled")
 LENGTHS = [0, 1, 5, 0, 17]

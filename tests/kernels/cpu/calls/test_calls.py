@@ -12,11 +12,12 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import int8_torch
 from varlen_kernels.cpu.calls import calls, entries
-from varlen_kernels.cpu.calls.calls import has_compiled_ops, run_calls, run_op
+from varlen_kernels.cpu.calls.calls import run_op
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops, run_calls
 from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
 from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, PARTS, UNITS, using_cores
-from varlen_kernels.op_table import FUNCTIONS
+from varlen_kernels.functions import FUNCTIONS
 from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are compiled")

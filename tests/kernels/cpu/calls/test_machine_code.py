@@ -13,10 +13,10 @@ from tests.checkpoints import save_checkpoint
 from varlen_kernels import cpu
 from varlen_kernels.cache_files import CacheError, CacheFolder
 from varlen_kernels.cpu.calls import entries, machine_code
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native.native import inlined
 from varlen_kernels.cpu.native.target_cpu import LEVELS, target_cpu
-from varlen_kernels.op_table import ENTRIES
+from varlen_kernels.functions import ENTRIES
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="ops are compiled")
 _NAME = "run_alone"
@@ -267,6 +267,7 @@ def test_code_that_needs_its_compiler_is_refused(monkeypatch):
         ("cpu/calls/entries.py", True),
         ("cpu/native/lanes.py", True),
         ("reference/beam.py", True),
+        ("functions.py", True),
         ("op_table.py", True),
         # the command that compiles ahead
         ("cpu/compile_all.py", False),

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from varlen_kernels import CPU_LEVEL_VARIABLE
-from varlen_kernels.cpu.calls.calls import has_compiled_ops
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.native import target_cpu as module
 from varlen_kernels.cpu.native.target_cpu import LEVELS, best_level
 
