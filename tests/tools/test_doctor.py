@@ -23,6 +23,7 @@ from tests.checkpoints import (
     write_file,
 )
 from tests.gliner_models import save_gliner
+from varlen import Encoder
 from varlen.models.checkpoint import tokenizer_files
 from varlen_client.cli.main import app
 from varlen_tools.doctor import comparison
@@ -529,7 +530,9 @@ def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
     ]
 
 
-def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
+def test_speed_is_measured_at_several_lengths_and_later_loads_log_int8(
+    encoder, monkeypatch, caplog
+):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
     result = CliRunner().invoke(app, ["doctor", str(encoder), "--json"])
@@ -539,6 +542,15 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     assert all(each["tokens_per_second"] > 0 for each in speeds)
     price = json.loads(result.stdout)["examination"]["int8"]
     assert re.fullmatch(PRICE, price)
+    lines = {}
+    for dtype in ("auto", "int8"):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            with Encoder.from_pretrained(encoder, dtype=dtype, warmup_seconds=0):
+                pass
+        lines[dtype] = caplog.messages
+    assert f"{price} (measured before on this machine)" in lines["auto"]
+    assert not any("times as fast" in line for line in lines["int8"])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 CostKey: TypeAlias = Mapping[str, str]
 
 # Entries of another layout have other names.
-_COSTS, _PATHS, _SUFFIX = "costs_3-", "linear_paths_3-", ".json"
+_COSTS, _TEXTS, _SUFFIX = "costs_3-", "texts_1-", ".json"
 _LOCK = "measuring.lock"
 # The costs of a model with large batches have 200 KB.
 _MOST_BYTES = 1 << 23
@@ -88,11 +88,12 @@ class CostStore:
         }
         return self._write(_COSTS, costs.key, entry)
 
-    def load_paths(self, key: CostKey) -> Mapping[str, str] | None:
-        return self._read(_PATHS, key, lambda _, entry: _checked_texts(entry["paths"]))
+    def load_texts(self, key: CostKey) -> Mapping[str, str] | None:
+        """Return texts by name, such as the fastest path of each layer."""
+        return self._read(_TEXTS, key, lambda _, entry: _checked_texts(entry["texts"]))
 
-    def save_paths(self, key: CostKey, paths: Mapping[str, str]) -> bool:
-        return self._write(_PATHS, key, {"paths": dict(paths)})
+    def save_texts(self, key: CostKey, texts: Mapping[str, str]) -> bool:
+        return self._write(_TEXTS, key, {"texts": dict(texts)})
 
     def entries(self) -> list[StoredCosts]:
         """Return all stored costs, the newest first."""
