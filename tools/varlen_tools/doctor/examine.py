@@ -193,7 +193,7 @@ def _int8_price(
     info: ModelInfo,
     speeds: Sequence[Speed],
 ) -> str:
-    """Return what int8 gives here, in a line, and store it; empty if it cannot run."""
+    """Return what int8 gives here; empty if it cannot run. A line is stored."""
     limit, vocab_size = config.max_sequence_tokens or LONGEST, checkpoint.vocab_size
     inputs = sample_inputs(encoder.task, limit)
     settings = replace(config, dtype="int8")
