@@ -33,7 +33,7 @@ from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.planner import Layout
 from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
-from varlen.models.checkpoint.translate_config import TargetTokens
+from varlen.models.checkpoint.generation_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch, Program, tensors_of
 from varlen.program.recorder import Recorder
