@@ -195,7 +195,7 @@ def test_threads_give_the_bits_of_one(monkeypatch, tokens):
         lambda out: cpu.linear_int8_panels_activate(x, packed, kind="gelu", out=out),
     ]
     expected = [run(None) for run in runs]
-    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
 
     for run, result in zip(runs, expected, strict=True):

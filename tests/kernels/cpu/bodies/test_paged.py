@@ -125,7 +125,7 @@ def test_decoding_matches_the_reference_in_float64(dim, block_size, heads, kv_he
 def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone(
     heads, kv_heads, dim, window, monkeypatch
 ):
-    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     contexts = [700, 3, 1200, 64, 900]
@@ -247,7 +247,7 @@ def test_an_append_shared_by_threads_has_the_same_bits(monkeypatch):
     args, same = (rotated_inputs(40, 4, 2, 64, torch.float32, is_normed=True) for _ in range(2))
     settings = {"num_heads": 4, "num_kv_heads": 2, "eps": 1e-3}
     expected = cpu.append_kv(*args, **settings)[:, :256]
-    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 

@@ -171,12 +171,12 @@ def test_an_op_of_a_dtype_without_code_is_its_specification():
 @pytest.fixture
 def shares_everything(monkeypatch):
     """Have cores share any work, however small."""
-    monkeypatch.setattr(calls, "_LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(calls, "_LEAST_SHARED_CALL", 1)
 
 
 def test_a_function_of_one_part_wakes_no_thread(shares_everything, monkeypatch):
-    monkeypatch.setattr(calls, "run_along", pytest.fail)
+    monkeypatch.setattr("varlen_kernels.cpu.calls.run_calls.run_along", pytest.fail)
     x = rand(1, 64)
 
     with using_cores(3):
