@@ -160,7 +160,7 @@ def models_of_the_block(block, load_task_models, load_page_model):
 def written_files(tmp_path_factory):
     """Return a folder with the files that the pages write: any block may read them."""
     folder = tmp_path_factory.mktemp("written")
-    for block in blocks_of("sh"):
+    for (block,) in (each.values for each in blocks_of("sh")):
         for words in commands(block):
             if words[0] == "printf":
                 text, _, name = words[1:]
