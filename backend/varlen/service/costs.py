@@ -14,9 +14,8 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostKey, CostStore, StoredCosts, find_cache
+from varlen.costs.store import CostKey, CostStore, Measurement, StoredCosts, find_cache, measure
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo

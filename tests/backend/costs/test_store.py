@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs import store as cost_store
-from varlen.costs.measurement import Measurement
 from varlen.costs.model import MeasuredBatch
-from varlen.costs.store import CostStore, StoredCosts, digest_of
+from varlen.costs.store import CostStore, Measurement, StoredCosts, digest_of
 
 KEY = {"checkpoint": "a1b2", "device": "A CPU, 2 cores", "dtype": "float32", "threads": "2"}
 SECONDS = st.floats(1e-7, 1e3)

@@ -29,25 +29,23 @@ from varlen.service.service import Service
 from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
+    NEW_TOKENS,
     TOKENIZATION,
     Comparison,
+    Transformers,
+    activated,
     compare_ids,
     compare_scores,
     compare_values,
-    short_dtype,
-    without_library,
-)
-from varlen_tools.doctor.originals import (
-    NEW_TOKENS,
-    Transformers,
-    activated,
     has_library,
     named,
     pair_scores,
     readable_folder,
     sentence_vectors,
+    short_dtype,
     stores_activation,
     token_vectors,
+    without_library,
 )
 from varlen_tools.messages import first_line
 from varlen_tools.sample_texts import TEXTS
