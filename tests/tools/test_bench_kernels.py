@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
 from varlen.execution.packing import largest_dims
-from varlen.memory.arena import Region
-from varlen.memory.planner import Layout
+from varlen.memory.planner import Layout, Region
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.recorder import Recorder

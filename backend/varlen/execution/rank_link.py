@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from varlen.memory.pages import map_shared
+from varlen.memory.planner import map_shared
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, Value
 from varlen.program.rank import ALONE, Rank

@@ -1,8 +1,8 @@
 """A chunk of memory: a fixed capacity, reserved up to the largest plan.
 
-On a CPU it is `pages`. On a GPU the capacity is one allocation, or address space too: an address that was reserved
-stays valid, whatever is mapped there, so captured graphs stay valid too. Calls go to the driver's own library: nothing
-has to be installed beside it.
+On a CPU it is `planner.HostPages`. On a GPU the capacity is one allocation, or address space too: an address that was
+reserved stays valid, whatever is mapped there, so captured graphs stay valid too. Calls go to the driver's own library:
+nothing has to be installed beside it.
 Source: CUDA driver API, "Virtual Memory Management".
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.memory.pages import HostPages, Pages
+from varlen.memory.planner import HostPages, Pages
 
 _SUCCESS, _OUT_OF_MEMORY = 0, 2
 # Numbers of 4 bytes that keep what follows at an address of 16 bytes.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.memory.arena import Region
+from varlen.memory.planner import Region
 from varlen.memory.usage import Dims, Shape, Size, Usage, fold, shapes_at
 
 Attribute: TypeAlias = int | float | str

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.memory.arena import Arena, alignment_of, memory_errors
-from varlen.memory.pages import HighWater
-from varlen.memory.planner import Layout
+from varlen.memory.planner import HighWater, Layout
 from varlen.memory.usage import Size, Usage, fold
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from varlen.execution.cpu import stage_cut
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
-from varlen.memory.pages import new_shared
+from varlen.memory.planner import new_shared
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from varlen.execution.packing import Arrays
 from varlen.execution.thread_executor import CoreShare, LoneCores
-from varlen.memory.pages import HOST_ALIGNMENT, HostPages, PlannedMemory
-from varlen.memory.planner import Layout
+from varlen.memory.planner import HOST_ALIGNMENT, HostPages, Layout, PlannedMemory
 from varlen.memory.usage import Buffer, Dims, Shape, Size, shapes_at
 from varlen.request.request import Float32Array
 from varlen_kernels.cpu.calls.run_calls import ALWAYS, loaded_address, parts_of, run_calls

@@ -24,7 +24,7 @@ from varlen.execution.cpu.call_table import (
     sizes_of,
 )
 from varlen.execution.thread_executor import LoneCores
-from varlen.memory.arena import Region
+from varlen.memory.planner import Region
 from varlen.memory.usage import Size
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value

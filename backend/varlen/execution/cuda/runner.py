@@ -33,9 +33,9 @@ from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, ca
 from varlen.execution.cuda.step_fusion import MOST_ROWS, fuse_steps
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, Region, alignment_of, memory_errors
+from varlen.memory.arena import Arena, alignment_of, memory_errors
 from varlen.memory.chunk import moved
-from varlen.memory.planner import Layout
+from varlen.memory.planner import Layout, Region
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
 from varlen.scheduling.batch import MAX_STEPS

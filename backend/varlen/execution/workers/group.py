@@ -31,7 +31,7 @@ from varlen.execution.device import device_name
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.workers.messages import send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
-from varlen.memory.pages import map_shared, new_shared
+from varlen.memory.planner import map_shared, new_shared
 from varlen.processes import end_with_parent
 from varlen.program.program import NO_STATES
 from varlen.program.rank import ALONE, RANKS, Rank

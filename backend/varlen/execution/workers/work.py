@@ -29,7 +29,7 @@ from varlen.execution.workers.messages import (
     step_of,
 )
 from varlen.execution.workers.process import Setup
-from varlen.memory.pages import new_shared
+from varlen.memory.planner import new_shared
 from varlen.request.request import Bytes, Int32Array, Prompt, RequestOptions
 
 _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]

@@ -46,7 +46,7 @@ def batch(lengths):
     "kind, settings",
     [
         ("BertModel", {"task": "embed"}),
-        ("BertModel", {"task": "hidden", "dtype": "int8"}),
+        ("BertModel", {"task": "hidden"}),
         ("BertForSequenceClassification", {"task": "classify"}),
         ("BertModel", {"task": "embed", "dtype": "bf16"}),
         ("BertForTokenClassification", {"task": "token_classify"}),

@@ -10,7 +10,7 @@ from varlen.errors import AdapterFaultError, EngineError
 from varlen.execution.workers import group
 from varlen.execution.workers.group import Member
 from varlen.execution.workers.process import Setup
-from varlen.memory.pages import new_shared
+from varlen.memory.planner import new_shared
 
 LIMIT = 0.05
 
