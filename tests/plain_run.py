@@ -6,8 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from varlen.execution.cpu.runner import tensors_of
 from varlen.execution.packing import dims_of, prompt_arrays
-from varlen.program.program import PackedBatch, Program, State, Value, tensors_of
+from varlen.program.program import PackedBatch, Program, State, Value
 from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import reference
 

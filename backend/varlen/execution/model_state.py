@@ -21,7 +21,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.execution.adapters import NO_ADAPTER, ResidentAdapters
 from varlen.execution.arenas import caches_of, new_caches
-from varlen.execution.cpu.runner import CpuRunner, CpuSteps, SearchSteps, StepCores
+from varlen.execution.cpu.runner import CpuRunner, CpuSteps, SearchSteps, StepCores, tensors_of
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.model_info import GraphUse
@@ -46,7 +46,7 @@ from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, c
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.chunk import moved
 from varlen.memory.usage import Dims
-from varlen.program.program import Program, tensors_of
+from varlen.program.program import Program
 from varlen.request.request import (
     Bytes,
     Float32Array,

@@ -10,7 +10,6 @@ from functools import reduce
 from operator import mul
 from typing import Any, TypeAlias
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -265,11 +264,6 @@ class Program:
             (op, [slot_of(x) for x in op.operands], [slot_of(x) for x in op.results])
             for op in self.ops
         ]
-
-
-def tensors_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
-    """Return arrays as tensors, which share their memory."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def bytes_of(weights: Sequence[Tensor]) -> int:

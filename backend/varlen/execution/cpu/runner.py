@@ -40,7 +40,7 @@ from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.arena import Arena, memory_errors
 from varlen.memory.planner import Region, map_shared, new_shared
 from varlen.memory.usage import Dims
-from varlen.program.program import NO_STATES, PackedBatch, Program, Value, tensors_of
+from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
 from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
@@ -166,7 +166,7 @@ class CpuRunner:
             own = [value for value in self.program.inputs if value.name in arrays]
             inputs = _padded_inputs(own, dims, arrays)
         else:
-            inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            inputs = tensors_of(arrays)
         inputs |= {name: _with_rows(rows, dims["tokens"]) for name, rows in given.items()}
         region = self.arena.allocate(dims)
         if self._handoffs is None:
@@ -223,6 +223,11 @@ class CpuRunner:
 
     def close(self) -> None:
         """No resources to release."""
+
+
+def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Return arrays as tensors, which share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _padded_inputs(inputs: Sequence[Value], dims: Dims, arrays: Arrays) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from varlen.execution.arenas import KvSize, caches_of, new_caches
-from varlen.execution.cpu.runner import CpuRunner
+from varlen.execution.cpu.runner import CpuRunner, tensors_of
 from varlen.execution.int8.calibration import (
     LogitQuality,
     VectorQuality,
@@ -35,7 +35,7 @@ from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint.generation_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.program import PackedBatch, Program, tensors_of
+from varlen.program.program import PackedBatch, Program
 from varlen.program.recorder import Recorder
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import (

@@ -12,9 +12,9 @@ from tests.backend.decoding.sequences import sample, sequence_of
 from tests.backend.decoding.text.small_tokenizers import byte_level
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
+from varlen.execution.cpu.runner import tensors_of
 from varlen.execution.packing import begun_arrays, draw_arrays
 from varlen.execution.token_state import DeviceEdits
-from varlen.program.program import tensors_of
 from varlen.scheduling.device_plan import EditLimits
 from varlen_kernels import cpu
 from varlen_kernels.reference.logit_edits import KEPT

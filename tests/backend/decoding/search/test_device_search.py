@@ -14,9 +14,9 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch, DeviceSearch, can_leave_to_device
 from varlen.decoding.search.token_edits import TokenRules
+from varlen.execution.cpu.runner import tensors_of
 from varlen.execution.packing import pack_step
 from varlen.execution.token_state import DeviceSearches, choices_of
-from varlen.program.program import tensors_of
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import NOT_TAKEN, DevicePlan
