@@ -137,10 +137,11 @@ _ROTATE = Function(
 _MULTIPLY = Function(
     "multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1)
 )
-# a word has eight codes, as many as it takes multiplications to read
+# a word has four or eight codes; it takes eight multiplications to read one
 _MULTIPLY_BLOCKS = Function(
     "multiply_blocks",
-    "x:matrix panels:int32 scales:fp32 bias:row out=matrix size:whole",
+    "x:matrix panels:int32 scales:fp32 bias:row order:ids table:fp32_row out=matrix size:whole"
+    " bits:whole",
     _panels(1),
 )
 _MULTIPLY_GROUPS = Function(
@@ -489,7 +490,7 @@ _ROWS = (
         reference.linear,
         _panel_product,
         "cpu",
-        _MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales size")),
+        _MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales order table size bits")),
         name="linear_blocks",
     ),
     Op(linear_int8, _int8_product, "cpu"),

@@ -177,7 +177,7 @@ def _record(
         fields["kv_cache"] = config.kv_cache_dtype
     kernels_used = Counter(op.kernel for program in programs for op in program.ops)
     if kept := kernels_used["linear_blocks"]:
-        _log.info("linear layers that keep codes of 4 bits: %d", kept)
+        _log.info("linear layers that keep codes: %d", kept)
         fields["linear_blocks"] = str(kept)
     name = dtype.removeprefix("torch.")
     if loading.codes is not None:
@@ -265,7 +265,7 @@ class _Loading:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether linear layers of a model that generates keep codes of 4 bits."""
+        """Whether linear layers of a decoder keep codes."""
         return self.config.keeps_codes and self.device.type == "cpu" and has_compiled_ops()
 
     def new_recorder(
@@ -289,7 +289,12 @@ class WholeSequences:
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading = loading
         self._encoder = load_encoder(
-            loading.checkpoint, loading.dtype, loading.weights_device, loading.rank, stage
+            loading.checkpoint,
+            loading.dtype,
+            loading.weights_device,
+            loading.rank,
+            stage,
+            keeps_codes=loading.keeps_codes,
         )
         self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size
