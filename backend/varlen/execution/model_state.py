@@ -733,6 +733,8 @@ class EncoderDecoder(Decoder):
             of_steps=True,
         )
         self._encode = partial(encoder.run, out=[])
+        if self._searching_steps is not None:
+            self._searching_steps.encoder = encoder
 
     def close(self) -> None:
         if self._sources is not None:

@@ -252,7 +252,9 @@ class Arena:
         return region
 
     def allocate_several(self, parts: Sequence[Dims]) -> list[Region]:
-        """Return the regions of parts that run at the same time; none if too large."""
+        """Return regions of parts that run at the same time; none if too large together."""
+        if len(parts) == 1:
+            return [self.allocate(parts[0])]
         plans = [self.layout.plan(dims) for dims in parts]
         return self._reserve(plans) if _footprint(plans) <= self.capacity else []
 
