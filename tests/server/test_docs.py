@@ -82,15 +82,21 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
-def gateway(server):
+def gateway(server, tmp_path_factory):
     """The address of a gateway before the server."""
-    with local_gateway(GatewaySettings(url=server.grpc_url)) as address:
+    folder = tmp_path_factory.mktemp("batches")
+    with local_gateway(GatewaySettings(url=server.grpc_url, batch_folder=folder)) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
+    """Run in a folder with the files that the pages write: blocks read those of earlier ones."""
     monkeypatch.chdir(tmp_path)
+    for block in blocks("sh", pages=PAGES):
+        for words in commands(block):
+            if words[0] == "printf":
+                (tmp_path / words[3]).write_text(words[1].encode().decode("unicode_escape"))
 
 
 def is_of_make_test(block):

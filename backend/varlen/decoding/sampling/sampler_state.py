@@ -1,6 +1,8 @@
-"""The state of a sampler for one sequence, and its edit list.
+"""The state of a sampler for one sequence: its edit list and its random numbers.
 
-Edit lists are as `reference.logit_edits` takes them.
+Edit lists are as `reference.logit_edits` takes them. A random number depends only on the seed, the sample and the
+position in the answer, so a sequence that is computed again continues as before, whatever runs beside it.
+Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.decoding.grammar.compiled_grammar import BoolArray, Matcher
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.random_numbers import random_key
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, BadWords
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.request.request import Float32Array, Int32Array
@@ -29,9 +31,13 @@ class EditList:
     """The edit list of one sequence: end tokens, then biased tokens, then others."""
 
     def __init__(
-        self, end_ids: Sequence[int], biases: Mapping[int, float], prompt_ids: Int32Array
+        self,
+        end_ids: Sequence[int],
+        biases: Mapping[int, float],
+        prompt_ids: Int32Array,
+        answer: Sequence[int] = (),
     ) -> None:
-        """Start with an answer of no tokens.
+        """Start with the tokens of an answer.
 
         Args:
             end_ids: distinct tokens that end the answer, if they may come too early.
@@ -39,7 +45,9 @@ class EditList:
             prompt_ids: distinct tokens of the prompt, if penalties are for them too; else none.
         """
         first = np.array([*dict.fromkeys((*end_ids, *biases))], np.int32)
-        others = prompt_ids[~np.isin(prompt_ids, first)]
+        chosen, numbers = np.unique(np.array(answer, np.int32), return_counts=True)
+        others = np.union1d(prompt_ids, chosen)
+        others = others[~np.isin(others, first)]
         size = len(first) + len(others)
         self._size = size
         # made where a token is added: many lists are only sent
@@ -51,6 +59,9 @@ class EditList:
         index_of = {token: index for index, token in enumerate(first.tolist())}
         for token, bias in biases.items():
             self._biases[index_of[token]] = bias
+        order = np.argsort(self._tokens[:size])
+        at = np.searchsorted(self._tokens[:size], chosen, sorter=order)
+        self._counts[order[at]] = numbers
 
     @property
     def arrays(self) -> tuple[Int32Array, Int32Array, Float32Array]:
@@ -237,27 +248,29 @@ class SamplerState:
         size = min(length, self.forbidden.longest)
         return self.forbidden.next(self.token_ids[len(self.token_ids) - size :])
 
-    def begin_edits(self, sequence: GeneratedSequence, length: int) -> tuple[EditList, bool]:
+    def begin_edits(
+        self, sequence: GeneratedSequence, length: int, drafted: Sequence[int] = ()
+    ) -> tuple[EditList, bool]:
         """Return its edit list, and whether the device has to add the last token.
 
         Args:
             sequence: its sequence, whose last token is perhaps known only to the device.
+            drafted: guesses of its last tokens.
         """
-        edits = self._new_edits(sequence)
         if not self.has_penalties:
-            return edits, False
-        known = sequence.token_ids[sequence.num_tokens : sequence.num_tokens + length]
-        for token_id in known:
-            edits.add(token_id)
-        return edits, len(known) < length
+            return self._new_edits(sequence), False
+        begin, end = sequence.num_tokens, sequence.num_tokens + length - len(drafted)
+        known = [*sequence.token_ids[begin:end], *drafted]
+        return self._new_edits(sequence, known), len(known) < length
 
-    def _new_edits(self, sequence: GeneratedSequence) -> EditList:
+    def _new_edits(self, sequence: GeneratedSequence, answer: Sequence[int] = ()) -> EditList:
         # only a repetition penalty is for tokens of the prompt too
         if self._prompt_ids is None:
             has_repetition = self.penalties[0] != 1
             prompt_ids = sequence.token_ids[: sequence.num_tokens] if has_repetition else ()
             self._prompt_ids = np.unique(np.array(prompt_ids, np.int32))
-        return EditList(self.end_ids if self.min_tokens else (), self.biases, self._prompt_ids)
+        ends = self.end_ids if self.min_tokens else ()
+        return EditList(ends, self.biases, self._prompt_ids, answer)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -321,3 +334,41 @@ class SamplerState:
         self.error = error
         self.matcher = None
         self.allowed = None
+
+
+_GAMMA = 0x9E37_79B9_7F4A_7C15
+_MULTIPLIERS = (0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
+_MASK = 2**64 - 1
+
+
+def random_key(seed: int, sample: int) -> int:
+    """Return the key of the numbers of one sequence, of 64 bits.
+
+    Args:
+        seed: seed of its request, 64 bits, signed or not.
+        sample: its number among the samples of its prompt.
+    """
+    key = _mix(np.array([seed & _MASK], dtype=np.uint64))
+    return int(_mix(key + np.uint64(sample))[0])
+
+
+def uniform_numbers(keys: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Return a number from 0 to below 1 for each key and position, `[keys]` fp64."""
+    counter = np.array(positions, dtype=np.uint64) * np.uint64(_GAMMA)
+    bits = _mix(np.array(keys, dtype=np.uint64) + counter)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def uniform_range(key: int, first: int, count: int) -> npt.NDArray[np.float64]:
+    """Return the numbers of `count` positions from `first` on, `[count]` fp64."""
+    counter = np.arange(first, first + count, dtype=np.uint64) * np.uint64(_GAMMA)
+    bits = _mix(np.array([key], dtype=np.uint64) + counter)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each value; arrays wrap around at 64 bits."""
+    values = values + np.uint64(_GAMMA)
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(multiplier)
+    return values ^ (values >> np.uint64(31))
