@@ -155,7 +155,7 @@ def calibrate(
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
         on_progress: function to call after each text and each layer.
         cores: number of cores to use; 0 is torch's number of threads.
-        hashes: of the checkpoint's architecture and of its weights, if they are known.
+        hashes: hash of the checkpoint's architecture, and of its weights, if they are known.
     """
     threads = torch.get_num_threads()
     # each core has work of its own: threads of one product would wait for each other

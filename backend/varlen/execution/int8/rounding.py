@@ -152,7 +152,11 @@ def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) ->
 
 
 def _choose(goals: Tensor, exact: Tensor, codes: Tensor, feedback: Tensor, largest: int) -> None:
-    """Choose codes of columns; a goal becomes the error of its code. Both are in steps of a code."""
+    """Choose codes of columns; each goal becomes the error of its code.
+
+    Args:
+        goals, exact: `[hidden, features]` fp32, in steps of a code.
+    """
     half = len(goals) // 2
     if half >= _BLOCK:
         _choose(goals[:half], exact[:half], codes[:half], feedback[:half, :half], largest)
