@@ -482,6 +482,7 @@ class Decoder:
                 searches=self.searches,
                 edits=self.edits,
                 follow=self._follow,
+                few_rows=loaded.few_rows,
             )
             self.graph_use = self.steps.graph_use
         else:
