@@ -3,27 +3,21 @@
 from types import ModuleType
 from typing import Any
 
-from varlen_client.tasks import extraction, labels, masks, questions, several, tokens, vectors
+from varlen_client.tasks import extraction, labels, tokens, vectors
 from varlen_client.tasks.extraction import ExtractionMethods
 from varlen_client.tasks.labels import LabelMethods
-from varlen_client.tasks.masks import MaskMethods
-from varlen_client.tasks.questions import QuestionMethods
 from varlen_client.tasks.row_task import RowTask
-from varlen_client.tasks.several import SeveralMethods
 from varlen_client.tasks.tokens import TokenMethods
 from varlen_client.tasks.vectors import VectorMethods
 
-_ROOMS: tuple[ModuleType, ...] = (labels, masks, vectors, tokens, extraction, questions, several)
+_ROOMS: tuple[ModuleType, ...] = (labels, vectors, tokens, extraction)
 
 
 class RowMethods(
     VectorMethods,
-    MaskMethods,
     ExtractionMethods,
-    QuestionMethods,
     LabelMethods,
     TokenMethods,
-    SeveralMethods,
 ):
     """The methods of both clients that send rows."""
 
