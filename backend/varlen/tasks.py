@@ -5,6 +5,7 @@ Everything else that holds for some tasks only reads this table. The parameters 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -412,3 +413,41 @@ def further_problem(task: Task, further: Sequence[Task]) -> str | None:
                 return f"{other} and {known[name]} both have an output {name}; allowed: one of them"
             known[name] = other
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of config.pbtxt; `dims` do not include the rows."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+
+@cache
+def input_specs(task: Task) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a task, all optional."""
+    return tuple(_spec(tensor, optional=True) for tensor in TASKS[task].inputs)
+
+
+@cache
+def output_specs(task: Task, width: int = -1) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a task, in the order of a response.
+
+    The width is the number of features or labels of the model.
+    """
+    return tuple(_spec(tensor, width) for tensor in TASKS[task].outputs)
+
+
+def further_specs(task: Task, width: int) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a task as further outputs of a model."""
+    names = further_names(task)
+    return tuple(replace(_spec(names[name], width), name=name) for name in names)
+
+
+def _spec(tensor: Tensor, width: int = -1, *, optional: bool = False) -> TensorSpec:
+    sizes = {"1": 1, "features": width, "labels": width}
+    dims = tuple(sizes.get(name, -1) for name in tensor.shape if name != "rows")
+    data_type = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+    return TensorSpec(tensor.name, f"TYPE_{data_type}", dims, optional)

@@ -14,11 +14,10 @@ from varlen_kernels.reference.every_op import *
 from varlen_kernels.triton.activation import activate, activate_gate
 from varlen_kernels.triton.append_kv import append_kv, copy_blocks
 from varlen_kernels.triton.attention_paged import attention_paged
-from varlen_kernels.triton.attention_tiles import attention_tiles
+from varlen_kernels.triton.attention_tiles import attention_tiles, paged_tiles
 from varlen_kernels.triton.attention_varlen import attention_varlen
 from varlen_kernels.triton.beam import beam_step
 from varlen_kernels.triton.beam_search import advance_searches, follow_beams
-from varlen_kernels.triton.embedding import embed, embed_layer_norm
 from varlen_kernels.triton.few_rows import (
     linear,
     linear_activate,
@@ -31,6 +30,8 @@ from varlen_kernels.triton.groups import linear_groups
 from varlen_kernels.triton.logit_edits import edit_logits
 from varlen_kernels.triton.norms import (
     add_layer_norm,
+    embed,
+    embed_layer_norm,
     layer_norm,
     norm_heads,
     residual_layer_norm,
@@ -38,11 +39,9 @@ from varlen_kernels.triton.norms import (
     rms_norm,
     rotary,
 )
-from varlen_kernels.triton.paged_tiles import paged_tiles
-from varlen_kernels.triton.pooling import first_tokens, pool
+from varlen_kernels.triton.pooling import first_tokens, pool, term_weights
 from varlen_kernels.triton.sampling import sample_tokens
 from varlen_kernels.triton.softmax import attention_padded, masked_softmax
-from varlen_kernels.triton.vocabulary import term_weights
 
 # one process has no ranks; `fused_ranks` has these for several
 del all_reduce, gather_columns, local_ids

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.models.checkpoint.family import NO_LABELS
 from varlen.models.checkpoint.vector_layers import SpladeConfig
 from varlen.server.config import tensor_entry, tensors_of
 

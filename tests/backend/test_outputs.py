@@ -17,7 +17,7 @@ from varlen import Encoder
 from varlen.cache.response_cache import answer_key
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint.labels import Labels
+from varlen.models.checkpoint.family import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, Request, RequestOptions, join_outputs, split_outputs
 from varlen.request.row_parameters import RowParameters

@@ -13,7 +13,7 @@ from tests.server.serving import add_model, metrics, start_drain
 from varlen_bench.harness.replicas import FAULTS, PROXIES, Proxy, Replica, find_proxy, replicas
 from varlen_client import Client
 from varlen_client.transport.session import RetryPolicy
-from varlen_tools.shared_memory import remove_unused
+from varlen_tools.scratch import remove_unused
 
 pytestmark = pytest.mark.full
 

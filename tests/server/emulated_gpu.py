@@ -12,7 +12,7 @@ from pathlib import Path
 
 from varlen_tools import setup_server
 from varlen_tools.local_server import LocalServer
-from varlen_tools.shared_memory import remove_unused
+from varlen_tools.scratch import remove_unused
 
 from .emulated.sitecustomize import COUNT, LOST
 from .serving import TIMEOUT_SECONDS

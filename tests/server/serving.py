@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen_tools.local_server import LOOPBACK, LocalServer
-from varlen_tools.shared_memory import remove_unused
+from varlen_tools.scratch import remove_unused
 
 # Longer than any condition takes on a busy machine. Only a failing test waits this long.
 TIMEOUT_SECONDS = 300.0

@@ -24,7 +24,7 @@ from tests.processes import is_gone
 from varlen_client import Client, ModelProcessEnded
 from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import LocalServer
-from varlen_tools.shared_memory import remove_unused
+from varlen_tools.scratch import remove_unused
 
 from .clients import AnswerError, HttpClient, integers
 from .local_gateway import local_gateway

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from google.protobuf import text_format
 from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
@@ -16,10 +17,19 @@ from varlen.config import EngineConfig
 from varlen.execution import device
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_client.cli.main import app
-from varlen_tools.adopt import adoption, view
+from varlen_tools.adopt import adoption, session
 from varlen_tools.adopt.adoption import find_checkpoint
-from varlen_tools.adopt.session import Existing, Measured, Tensor, read_existing, read_tokenizer
-from varlen_tools.adopt.view import ModelSide, existing_side, our_side, weights_dtype
+from varlen_tools.adopt.session import (
+    Existing,
+    Measured,
+    ModelSide,
+    Tensor,
+    existing_side,
+    our_side,
+    read_existing,
+    read_tokenizer,
+    weights_dtype,
+)
 from varlen_tools.adopt.wish import AdoptError
 
 
@@ -147,10 +157,10 @@ def test_onnx_models_run_in_python_where_the_server_cannot(tmp_path, monkeypatch
     (repository / "bare/1/model.onnx").touch()
     (repository / "other").mkdir()
     (repository / "other/config.pbtxt").write_text('backend: "python"\n')
-    monkeypatch.setattr(view, "find_spec", lambda name: name)
+    monkeypatch.setattr(session, "find_spec", lambda name: name)
     shown.mkdir()
 
-    assert view.write_view(repository, shown, tmp_path / "backends") == ["bare", "bert"]
+    assert session.write_view(repository, shown, tmp_path / "backends") == ["bare", "bert"]
 
     config = text_format.Parse(
         (shown / "bert/config.pbtxt").read_text(), model_config_pb2.ModelConfig()
@@ -167,12 +177,12 @@ def test_onnx_models_run_in_python_where_the_server_cannot(tmp_path, monkeypatch
 
     (tmp_path / "backends/onnxruntime").mkdir(parents=True)
     (tmp_path / "links").mkdir()
-    assert view.write_view(repository, tmp_path / "links", tmp_path / "backends") == []
+    assert session.write_view(repository, tmp_path / "links", tmp_path / "backends") == []
 
-    monkeypatch.setattr(view, "find_spec", lambda name: None)
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
     (tmp_path / "refused").mkdir()
     with pytest.raises(AdoptError, match="bare is an ONNX model, and this server has no ONNX back"):
-        view.write_view(repository, tmp_path / "refused", tmp_path)
+        session.write_view(repository, tmp_path / "refused", tmp_path)
 
 
 def write_configs(folder: Path, **configs: str) -> None:
@@ -200,11 +210,11 @@ def test_a_server_gets_the_parts_of_an_ensemble_too(tmp_path):
     # completed by the server
     (tmp_path / "bert").mkdir()
 
-    assert view.with_parts(tmp_path, ["all"]) == ["all", "inner", "bert", "tokens"]
-    assert view.with_parts(tmp_path, ["tokens", "other"]) == ["tokens", "other"]
+    assert session.with_parts(tmp_path, ["all"]) == ["all", "inner", "bert", "tokens"]
+    assert session.with_parts(tmp_path, ["tokens", "other"]) == ["tokens", "other"]
 
     write_configs(tmp_path, ring=steps.format("ring"))
-    assert view.with_parts(tmp_path, ["ring"]) == ["ring", "bert"]
+    assert session.with_parts(tmp_path, ["ring"]) == ["ring", "bert"]
 
 
 @pytest.mark.parametrize(
@@ -326,10 +336,15 @@ def test_the_same_model_in_another_dtype_leaves_models_of_the_repository(tmp_pat
         ("fp16", {"dtype": "bf16"}, "fp32"),
         # not served for vectors
         ("int4", {"dtype": "bf16"}, None),
+        ("int8", {"device": "cuda", "dtype": "bf16"}, "int8"),
+        ("fp16", {"device": "cuda", "dtype": "bf16"}, "fp16"),
+        ("int4", {"device": "cuda", "dtype": "bf16"}, None),
     ],
 )
-def test_like_is_compared_with_like(old, settings, expected):
+def test_like_is_compared_with_like(old, settings, expected, monkeypatch):
     config = EngineConfig.from_parameters({"device": "cpu", **settings})
+    # there may be no GPU
+    monkeypatch.setattr(adoption, "choose_device", torch.device)
 
     assert adoption._equal_dtype(old, config) == expected
 

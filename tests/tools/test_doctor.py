@@ -23,10 +23,11 @@ from tests.checkpoints import (
     write_file,
 )
 from tests.gliner_models import save_gliner
+from varlen import Encoder
 from varlen.models.checkpoint import tokenizer_files
 from varlen_client.cli.main import app
+from varlen_tools.doctor import comparison
 from varlen_tools.doctor import examine as examine_module
-from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_scores, compare_values
 from varlen_tools.doctor.examine import agreement
 from varlen_tools.doctor.report import short_config
@@ -330,7 +331,7 @@ def test_a_damaged_adapter_fails(encoder):
 def test_without_peft_adapters_are_not_compared(encoder, monkeypatch):
     save_adapter(encoder, "BertModel", "a", r=2)
     monkeypatch.setattr(
-        examine_module, "has_library", lambda name: name != "peft" and originals.has_library(name)
+        examine_module, "has_library", lambda name: name != "peft" and comparison.has_library(name)
     )
 
     last = report_of(encoder)["examination"]["comparisons"][-1]
@@ -340,7 +341,7 @@ def test_without_peft_adapters_are_not_compared(encoder, monkeypatch):
 
 def test_a_difference_is_shown_and_fails(encoder, monkeypatch):
     def other_vectors(folder, texts, limit, **options):
-        vectors = originals.sentence_vectors(folder, texts, limit, **options)
+        vectors = comparison.sentence_vectors(folder, texts, limit, **options)
         vectors[3] = vectors[3] * 1.01
         return vectors
 
@@ -418,9 +419,9 @@ def test_scores_differ_by_what_their_logits_explain(logit, change, agrees):
 
 
 def test_other_token_ids_fail(encoder, monkeypatch):
-    ids = originals.Transformers.token_ids
+    ids = comparison.Transformers.token_ids
     monkeypatch.setattr(
-        originals.Transformers,
+        comparison.Transformers,
         "token_ids",
         lambda self, inputs, limit: [row[:-1] for row in ids(self, inputs, limit)],
     )
@@ -529,7 +530,9 @@ def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
     ]
 
 
-def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
+def test_speed_is_measured_at_several_lengths_and_later_loads_log_int8(
+    encoder, monkeypatch, caplog
+):
     monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
 
     result = CliRunner().invoke(app, ["doctor", str(encoder), "--json"])
@@ -539,6 +542,15 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     assert all(each["tokens_per_second"] > 0 for each in speeds)
     price = json.loads(result.stdout)["examination"]["int8"]
     assert re.fullmatch(PRICE, price)
+    lines = {}
+    for dtype in ("auto", "int8"):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            with Encoder.from_pretrained(encoder, dtype=dtype, warmup_seconds=0):
+                pass
+        lines[dtype] = caplog.messages
+    assert f"{price} (measured before on this machine)" in lines["auto"]
+    assert not any("times as fast" in line for line in lines["int8"])
 
 
 @pytest.mark.parametrize(
@@ -662,7 +674,7 @@ def test_a_folder_for_other_libraries_has_no_code_and_no_pickle(encoder):
     for name in ("modeling.py", "pytorch_model.bin"):
         (encoder / name).write_text("code")
 
-    with originals.readable_folder(Checkpoint.open(encoder)) as folder:
+    with comparison.readable_folder(Checkpoint.open(encoder)) as folder:
         names = {path.name for path in folder.iterdir()}
 
     assert names == {"config.json", WEIGHTS, "tokenizer.json", "modules.json", "1_Pooling"}

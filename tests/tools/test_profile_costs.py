@@ -7,9 +7,8 @@ import pytest
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.measurement import Measurement
 from varlen.costs.model import MeasuredBatch
-from varlen.costs.store import CostStore, StoredCosts
+from varlen.costs.store import CostStore, Measurement, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source
 from varlen_tools.profile_costs.__main__ import Profile, batch_table, three_digits

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from tests.processes import is_gone
-from varlen_tools.shared_memory import FOLDER, remove_unused, unused_regions
+from varlen_tools.scratch import FOLDER, remove_unused, unused_regions
 
 from .commands import run_varlen
 
@@ -93,8 +93,8 @@ def test_a_folder_that_is_missing_has_no_regions(folder: Path) -> None:
 
 def test_the_command_lists_and_removes(folder, monkeypatch) -> None:
     left = region(folder, 2000)
-    monkeypatch.setattr("varlen_tools.shared_memory.unused_regions.__defaults__", (folder,))
-    monkeypatch.setattr("varlen_tools.shared_memory.remove_unused.__defaults__", (folder,))
+    monkeypatch.setattr("varlen_tools.scratch.unused_regions.__defaults__", (folder,))
+    monkeypatch.setattr("varlen_tools.scratch.remove_unused.__defaults__", (folder,))
 
     before, after = run_varlen("clean"), run_varlen("clean", "--remove")
 

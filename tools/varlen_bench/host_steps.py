@@ -24,8 +24,7 @@ from varlen.config import NO_LIMIT
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.decoding.text.token_bytes import TokenBytes
-from varlen.decoding.text.writer import TextWriter
+from varlen.decoding.text.writer import TextWriter, TokenBytes
 from varlen.execution.executor import InlineExecutor, Outputs, StepLauncher
 from varlen.execution.packing import PackedStep, pack_step
 from varlen.memory.blocks import BlockPool

@@ -39,7 +39,7 @@ from varlen_bench.workloads import Mix, named_mix, next_poisson_times, token_ids
 from varlen_client import AsyncClient, RetryPolicy, VarlenClientError
 from varlen_client.metrics import fetch_metrics, read_metrics
 from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.shared_memory import remove_unused
+from varlen_tools.scratch import remove_unused
 from varlen_tools.tables import Table
 
 _CLIENT = "client"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from varlen_tools.shared_memory import described, remove_unused, unused_regions
+from varlen_tools.scratch import described, remove_unused, unused_regions
 
 
 def main(

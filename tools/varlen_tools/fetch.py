@@ -31,20 +31,19 @@ from varlen.models.checkpoint.extraction import (
     LABELS_TOKENIZER,
     is_extraction,
 )
-from varlen.models.checkpoint.files import TOKENIZER, has_file, locate
+from varlen.models.checkpoint.files import TOKENIZER, check_no_pointers, has_file, locate
 from varlen.models.checkpoint.folder_forms import (
     check_form,
     check_is_folder,
     check_is_transformer,
     has_checkpoint,
 )
-from varlen.models.checkpoint.incomplete_files import check_no_pointers
 from varlen.models.checkpoint.lora_folder import CONFIG as ADAPTER_CONFIG
 from varlen.models.checkpoint.lora_folder import FOLDER as ADAPTERS
 from varlen.models.checkpoint.lora_folder import NAME as ADAPTER_NAME
 from varlen.models.checkpoint.lora_folder import WEIGHTS as ADAPTER_WEIGHTS
 from varlen.models.checkpoint.lora_folder import read_lora_folder
-from varlen.models.checkpoint.router import folders_of_routes
+from varlen.models.checkpoint.sentence_transformers import folders_of_routes
 from varlen.models.checkpoint.tokenizer_files import MORE_TEMPLATES
 from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights

@@ -10,9 +10,8 @@ from varlen.errors import ConfigError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.server.config import entry_text, tensors_of
 from varlen.server.kinds import kind_of
-from varlen.tasks import Task
+from varlen.tasks import Task, TensorSpec
 from varlen.wire.rows import DEFAULT_MAX_ROWS
-from varlen.wire.specs import TensorSpec
 
 
 class Inputs(str, Enum):

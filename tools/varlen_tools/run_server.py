@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from varlen_tools.shared_memory import described, remove_unused
+from varlen_tools.scratch import described, remove_unused
 
 # Groups of calls that let a client write the server's memory, or change what it logs and traces. The calls that load
 # models are shut by the server's mode of model control, `none` by default.

@@ -21,12 +21,6 @@ from varlen.intake.long_texts import LongTextForm, LongTexts
 from varlen.intake.tokenization import Text
 from varlen.intake.word_prompts import SpanTexts
 from varlen.parameter import check_count
-from varlen.request.questions import (
-    DEFAULT_ANSWER_TOKENS,
-    DEFAULT_ANSWERS,
-    ContextAnswer,
-    QuestionForm,
-)
 from varlen.request.request import (
     Float32Array,
     Output,
@@ -37,7 +31,15 @@ from varlen.request.request import (
 )
 from varlen.request.row_parameters import NO_PREFIX, ROW_PARAMETERS, RowParameters, TextPrefix
 from varlen.request.schema import read_schema
-from varlen.request.spans import DEFAULT_THRESHOLD, Span, read_labels
+from varlen.request.spans import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_ANSWERS,
+    DEFAULT_THRESHOLD,
+    ContextAnswer,
+    QuestionForm,
+    Span,
+    read_labels,
+)
 from varlen.request.terms import (
     DEFAULT_TOP_K,
     FilledToken,

@@ -18,8 +18,16 @@ from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.intake.word_prompts import WordPrompts
 from varlen.parameter import refuse
-from varlen.request.draft import TokenizationTask, steps_of
-from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
+from varlen.request.request import (
+    MAX_MASKS,
+    Int32Array,
+    Masks,
+    Prompt,
+    Source,
+    TokenizationTask,
+    Unpooled,
+    steps_of,
+)
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
 _WINDOWS_ONLY = LongTextRules()

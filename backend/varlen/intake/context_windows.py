@@ -19,16 +19,15 @@ from varlen.errors import RequestError
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.parameter import refuse
-from varlen.request.draft import TokenizationTask, steps_of
-from varlen.request.questions import (
+from varlen.request.request import Float32Array, Int32Array, Prompt, TokenizationTask, steps_of
+from varlen.request.row_parameters import RowParameters, TruncationSide
+from varlen.request.spans import (
     DEFAULT_ANSWERS,
     ContextAnswer,
     ContextWindow,
     QuestionForm,
     answers_json,
 )
-from varlen.request.request import Float32Array, Int32Array, Prompt
-from varlen.request.row_parameters import RowParameters, TruncationSide
 
 if TYPE_CHECKING:
     from varlen.intake.checks import Intake

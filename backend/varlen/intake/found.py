@@ -13,8 +13,7 @@ from varlen.intake.checks import Intake
 from varlen.intake.context_windows import ContextWindows
 from varlen.intake.tokenization import Text
 from varlen.intake.word_prompts import SpanTexts
-from varlen.request.draft import TokenizationTask
-from varlen.request.request import Float32Array
+from varlen.request.request import Float32Array, TokenizationTask
 from varlen.request.row_parameters import RowParameters
 from varlen.tasks import Task
 

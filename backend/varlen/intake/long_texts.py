@@ -21,7 +21,6 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.context_windows import MAX_WINDOW_TOKENS, overlapping
 from varlen.intake.input_limits import InputLimits
-from varlen.request.draft import TokenizationTask, steps_of
 from varlen.request.request import (
     MAX_SPAN_SHARE,
     Float32Array,
@@ -29,7 +28,9 @@ from varlen.request.request import (
     Payload,
     Prompt,
     Spans,
+    TokenizationTask,
     Unpooled,
+    steps_of,
 )
 from varlen.request.row_parameters import TextPrefix
 from varlen.request.vectors import normalized

@@ -26,9 +26,16 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.request.draft import Draft, TokenizationTask
-from varlen.request.probe import MAX_PROBE_BYTES, reserve
-from varlen.request.request import Prompt, Reply, Request, RequestOptions
+from varlen.request.request import (
+    MAX_PROBE_BYTES,
+    Draft,
+    Prompt,
+    Reply,
+    Request,
+    RequestOptions,
+    TokenizationTask,
+    reserve,
+)
 from varlen.telemetry.metrics import Stats
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,15 @@ from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.extraction import CONFIG, ExtractionConfig, LabelEncoderConfig
 from varlen.parameter import refuse
-from varlen.request.draft import TokenizationTask, steps_of
-from varlen.request.request import ApartLabels, Float32Array, Int32Array, Prompt, Words
+from varlen.request.request import (
+    ApartLabels,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    TokenizationTask,
+    Words,
+    steps_of,
+)
 from varlen.request.row_parameters import RowParameters
 from varlen.request.schema import SCHEMA_TEXT, TOKENS, PromptTexts, Schema, SchemaForm
 from varlen.request.spans import LABELS_TEXT, Scored, Span, SpanForm, span_tensors, words_of

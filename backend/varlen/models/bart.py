@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.output import TableNames, read_tables, record_output, suppress_tokens
-from varlen.models.blocks.residual import ResidualStream
 from varlen.models.blocks.seq2seq_layers import (
     DecoderLayer,
     EncoderLayer,
     FeedForward,
+    ResidualStream,
     SelfAttention,
     SourceAttention,
 )

@@ -14,9 +14,9 @@ from varlen.models.post_norm_family import (
     FieldNames,
     HeadNames,
     LayerNames,
+    PostNormEncoder,
     PostNormFamily,
 )
-from varlen.models.post_norm_layers import PostNormEncoder
 
 _LM_HEAD = MaskedLMNames(
     "lm_head.dense",

@@ -12,7 +12,7 @@ from pathlib import Path
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.extraction import load_extraction
-from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.blocks.output import load_masked_lm
 from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
@@ -32,13 +32,25 @@ from varlen.models.checkpoint.extraction import (
     read_extraction,
     read_schema_model,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, MaskedLMLayout, ModelSizes
+from varlen.models.checkpoint.family import (
+    NO_LABELS,
+    Family,
+    HeadConfig,
+    Labels,
+    MaskedLMLayout,
+    ModelSizes,
+    read_labels,
+)
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_forms import check_is_folder, check_is_transformer
-from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
+from varlen.models.checkpoint.generation_config import (
+    TranslateSettings,
+    check_generation,
+    read_end_tokens,
+    read_translate_settings,
+)
 from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
-from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import (
@@ -47,15 +59,18 @@ from varlen.models.checkpoint.logit_score import (
     find_logit_score,
 )
 from varlen.models.checkpoint.quantization import FIELDS, Quantization, read_quantization
-from varlen.models.checkpoint.router import Router, read_router
-from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
+from varlen.models.checkpoint.sentence_transformers import (
+    Router,
+    SentenceSettings,
+    read_router,
+    read_sentence_settings,
+)
 from varlen.models.checkpoint.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TokenizerSettings,
     check_padding_side,
     read_tokenizer_settings,
 )
-from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.checkpoint.vector_layers import (
     M3Heads,
     SpladeConfig,

@@ -15,10 +15,8 @@ from varlen.models import (
     llama,
     llama_relatives,
     modernbert,
-    olmo,
     static,
     t5,
-    t5gemma,
 )
 from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
@@ -36,12 +34,11 @@ DECODERS: Mapping[str, Family[DecoderModel]] = {
     **llama.FAMILIES,
     **gemma.FAMILIES,
     **llama_relatives.FAMILIES,
-    **olmo.FAMILIES,
 }
 ENCODER_DECODERS: Mapping[str, Family[EncoderDecoderModel]] = {
     **bart.FAMILIES,
     **t5.FAMILIES,
-    **t5gemma.FAMILIES,
+    **gemma.ENCODER_DECODERS,
 }
 # By the beginning of their architecture, encoders that share a `model_type` with another family.
 ENCODERS_BY_NAME: Mapping[str, Family[EncoderModel]] = {

@@ -15,12 +15,12 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import TableNames, read_tables, record_output, suppress_tokens
-from varlen.models.blocks.relative_positions import bias_by_distance
-from varlen.models.blocks.residual import RmsResidualStream
+from varlen.models.blocks.rotary import bias_by_distance
 from varlen.models.blocks.seq2seq_layers import (
     DecoderLayer,
     EncoderLayer,
     FeedForward,
+    RmsResidualStream,
     SelfAttention,
     SourceAttention,
 )

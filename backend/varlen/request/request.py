@@ -1,14 +1,22 @@
-"""Requests of clients and their replies: prompts, options, request and reply."""
+"""Requests of clients and their replies: prompts, options, drafts, request and reply.
+
+A draft is checked where that is cheap, and the rest is split into tasks: texts of other requests are tokenized between
+the tasks of a large one. A probe is a tiny request that asks whether this replica takes work. It runs for real. It is
+admitted to a full queue, since a replica that has much to do is not broken: otherwise all replicas would be taken out
+of service together. A full queue admits a bounded number of probes.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
 from varlen.tasks import Task
 from varlen.telemetry.tracing import RequestTrace
@@ -370,3 +378,113 @@ class Reply(Protocol):
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error; parts sent before it do not count."""
+
+
+# Probes that a full queue admits.
+_ADMITTED = 4
+# A prompt template of a reranker has more than a hundred tokens.
+MAX_PROBE_TOKENS = 256
+MAX_PROBE_BYTES = 1024
+_MAX_NEW_TOKENS = 4
+
+
+def check_probe(request: Request) -> None:
+    """Refuse a probe that asks for more than a tiny answer.
+
+    Raises:
+        RequestError: the request is a probe with several rows, a long prompt, or more than 4 tokens to generate.
+    """
+    if not request.options.probe:
+        return
+    tokens = request.num_tokens
+    if len(request.prompts) != 1 or tokens > MAX_PROBE_TOKENS:
+        raise RequestError(
+            f"the probe has {len(request.prompts)} rows and {tokens} tokens;"
+            f" send one row of at most {MAX_PROBE_TOKENS} tokens"
+        )
+    generation = request.options.generation
+    if generation is not None and generation.max_tokens > _MAX_NEW_TOKENS:
+        raise RequestError(
+            f"the probe has max_tokens {generation.max_tokens}; send at most {_MAX_NEW_TOKENS}"
+        )
+
+
+def reserve(options: RequestOptions, each: int) -> int:
+    """Return by how much a limit on queued work is larger for a request.
+
+    Args:
+        each: share of one probe in what the limit counts.
+    """
+    return _ADMITTED * each if options.probe else 0
+
+
+# Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
+_STEP_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizationTask:
+    """Tokenizes some rows of a request, or prepares an option of it.
+
+    Attributes:
+        num_bytes: length of the texts in UTF-8, as a measure of the work.
+        run: function that returns the prompts of these rows, perhaps none; raises RequestError.
+        wait: function that waits, at most some seconds, for work of a process, and returns whether the task can run.
+    """
+
+    num_bytes: int
+    run: Callable[[], tuple[Prompt, ...]]
+    wait: Callable[[float], bool] = lambda _: True
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request whose texts are checked, but not tokenized.
+
+    Attributes:
+        steps: tasks in order of the rows.
+    """
+
+    steps: tuple[TokenizationTask, ...]
+    options: RequestOptions
+
+    @classmethod
+    def of_prompts(cls, prompts: tuple[Prompt, ...], options: RequestOptions) -> "Draft":
+        """Return the draft of a request that came with token ids."""
+        return cls((TokenizationTask(0, lambda: prompts),), options)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the texts in UTF-8; 0 if no work is left."""
+        return sum(step.num_bytes for step in self.steps)
+
+    def and_then(self, step: TokenizationTask) -> "Draft":
+        return replace(self, steps=(*self.steps, step))
+
+    def complete(self) -> Request:
+        """Run every task, and return the request.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        prompts = tuple(prompt for step in self.steps for prompt in step.run())
+        return Request(prompts, self.options)
+
+
+def steps_of(
+    sizes: Sequence[int], run: Callable[[range], tuple[Prompt, ...]]
+) -> tuple[TokenizationTask, ...]:
+    """Return the steps of rows: short texts share one.
+
+    Args:
+        sizes: length of each row in UTF-8.
+        run: does the work of some rows, and returns their prompts; raises RequestError.
+    """
+    steps = []
+    begin = num_bytes = 0
+    for end, size in enumerate(sizes, start=1):
+        num_bytes += size
+        if num_bytes >= _STEP_BYTES or end == len(sizes):
+            steps.append(TokenizationTask(num_bytes, partial(run, range(begin, end))))
+            begin, num_bytes = end, 0
+    return tuple(steps)

@@ -19,11 +19,17 @@ from varlen.parameter import (
     word_field,
 )
 from varlen.request.generation import GenerationOptions
-from varlen.request.questions import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS
 from varlen.request.request import RequestOptions
 from varlen.request.schema import SCHEMA_TEXT, Schema, read_schema
 from varlen.request.scores import ScoreFunction
-from varlen.request.spans import DEFAULT_THRESHOLD, LABELS_TEXT, MAX_LABELS, read_labels
+from varlen.request.spans import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_THRESHOLD,
+    LABELS_TEXT,
+    MAX_ANSWER_TOKENS,
+    MAX_LABELS,
+    read_labels,
+)
 from varlen.request.vectors import MAX_SPANS, SPANS_TEXT, VECTOR_DTYPES, VectorDType, read_spans
 from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 

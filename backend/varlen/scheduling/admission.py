@@ -10,8 +10,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
-from varlen.request.probe import MAX_PROBE_TOKENS, reserve
-from varlen.request.request import Request
+from varlen.request.request import MAX_PROBE_TOKENS, Request, reserve
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.sequence import Forecast
 

@@ -15,9 +15,8 @@ from varlen.config import EngineConfig, collect_problems
 from varlen.errors import CheckpointError, ConfigError, shorten
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.server.kinds import kind_of
-from varlen.tasks import Task
+from varlen.tasks import Task, TensorSpec, input_specs
 from varlen.wire.outputs import ModelOutputs
-from varlen.wire.specs import TensorSpec, input_specs
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
 

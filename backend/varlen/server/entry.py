@@ -29,9 +29,7 @@ from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.memory.heap import drop_library_pages, return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import freeze_objects
-from varlen.request.draft import Draft
-from varlen.request.probe import check_probe
-from varlen.request.request import Request
+from varlen.request.request import Draft, Request, check_probe
 from varlen.server.config import (
     gpu_of_instance,
     is_decoupled,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy.typing as npt
 
-from varlen.request.draft import Draft
-from varlen.request.request import Output, Request
+from varlen.request.request import Draft, Output, Request
 from varlen.tasks import TASKS, Task
 from varlen.wire.generate import PROMPTS, GeneratedAnswer, ResponseSpec, read_generate_request
 from varlen.wire.max_sim import ScoreAnswer, ScoredPairs

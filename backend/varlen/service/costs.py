@@ -14,12 +14,12 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostKey, CostStore, StoredCosts, find_cache
+from varlen.costs.store import CostKey, CostStore, Measurement, StoredCosts, find_cache, measure
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
+from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Request
 from varlen.scheduling.batch import Batch, BatchResult
@@ -45,6 +45,8 @@ def costs_for(
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
     Nothing else may use the executor meanwhile.
     """
+    if price := _int8_price(info, checkpoint, config):
+        _log.info("%s (measured before on this machine)", price)
     if not config.warmup_seconds:
         _log.info("warmup_seconds is 0; using assumed costs, which batches correct as they run")
         return assumed_costs(info, config)
@@ -55,6 +57,35 @@ def costs_for(
     except MemoryError:
         _log.warning("too little memory to measure costs; using assumed costs")
         return assumed_costs(info, config)
+
+
+def save_int8_price(
+    price: str, info: ModelInfo, checkpoint: Checkpoint, config: EngineConfig
+) -> None:
+    """Store what int8 gives here, in a line, for the log of later loads.
+
+    Args:
+        info: the model in its own dtype.
+    """
+    store = CostStore(find_cache(config.cache_folder))
+    store.save_texts(_int8_key(info, checkpoint), {"price": price})
+
+
+def _int8_price(info: ModelInfo, checkpoint: Checkpoint, config: EngineConfig) -> str:
+    store = CostStore(find_cache(config.cache_folder))
+    return (store.load_texts(_int8_key(info, checkpoint)) or {}).get("price", "")
+
+
+def _int8_key(info: ModelInfo, checkpoint: Checkpoint) -> CostKey:
+    """Return what decides speed and quality of int8: the weights too, not only their sizes."""
+    folder = checkpoint.weights_folder
+    files = [locate_weights(folder, shard.name).stat() for shard in shards(folder)]
+    return {
+        "files": " ".join(f"{file.st_size}@{file.st_mtime_ns}" for file in files),
+        "task": info.task,
+        "dtype": info.dtype,
+        **info.cost_fields,
+    }
 
 
 def assumed_costs(info: ModelInfo, config: EngineConfig) -> CostModel:

@@ -14,8 +14,7 @@ from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import MAX_COMPILING, GrammarHold, Grammars
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
-from varlen.decoding.text.token_bytes import TokenBytes
-from varlen.decoding.text.writer import TextWriter
+from varlen.decoding.text.writer import TextWriter, TokenBytes
 from varlen.errors import ConfigError, RequestError
 from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
@@ -29,17 +28,15 @@ from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
 from varlen.memory.memory_use import AdapterUse
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import GenerationOptions, check_search
-from varlen.request.request import Output, Prompt, Reply, Request
+from varlen.request.request import Draft, Output, Prompt, Reply, Request, TokenizationTask
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.speculation import Speculation
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
-from varlen.service.sandbox import generation_sandbox
-from varlen.service.service import MEGABYTE, Service, log_notes
+from varlen.service.service import MEGABYTE, Service, generation_sandbox, log_notes
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 

@@ -23,7 +23,7 @@ from varlen.intake.tokenization import Tokenized, Tokenizer
 from varlen.intake.word_prompts import ApartLabelTokens, WordPrompts
 from varlen.memory.memory_use import AdapterUse
 from varlen.models.checkpoint.extraction import LABELS_TOKENIZER
-from varlen.models.checkpoint.router import TABLE
+from varlen.models.checkpoint.sentence_transformers import ROUTER_TABLE
 from varlen.models.checkpoint.vector_layers import DenseConfig, pools_spans
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
@@ -33,8 +33,7 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
 from varlen.service.costs import costs_for, warm_up
-from varlen.service.sandbox import template_sandbox
-from varlen.service.service import MEGABYTE, Service, log_notes
+from varlen.service.service import MEGABYTE, Service, log_notes, template_sandbox
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 
@@ -61,7 +60,7 @@ class TermLookup:
             return None
         with CheckpointWeights(checkpoint.folder / router.queries) as weights:
             # a view would keep the file mapped
-            return cls(weights.read(TABLE, checkpoint.vocab_size).float().clone().numpy())
+            return cls(weights.read(ROUTER_TABLE, checkpoint.vocab_size).float().clone().numpy())
 
     @staticmethod
     def answers(request: Request) -> bool:

@@ -17,13 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.decoding.text.token_bytes import TokenBytes
+from varlen.decoding.text.writer import TokenBytes
 from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.parameter import OPTION_JSON, JsonLimits, check_bytes, items_of, read_json, refuse
-from varlen.request.draft import Draft, TokenizationTask
 from varlen.request.generation import OPTION_NAMES, PARAMETER_NAMES, GenerationOptions
-from varlen.request.request import GeneratedPart, Output, Request, TokenLogprobs
+from varlen.request.request import (
+    Draft,
+    GeneratedPart,
+    Output,
+    Request,
+    TokenizationTask,
+    TokenLogprobs,
+)
 from varlen.request.row_parameters import COMMON_PARAMETERS, ROW_PARAMETERS, RowParameters
 from varlen.tasks import TASKS
 from varlen.wire.rows import Tensors, deadline_seconds, read_parameters

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Text
-from varlen.request.draft import TokenizationTask
-from varlen.request.request import Float32Array, Output, Request
+from varlen.request.request import Float32Array, Output, Request, TokenizationTask
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix
 
 # Outputs of pairs.

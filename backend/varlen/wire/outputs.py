@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from varlen.intake.found import Found
 from varlen.intake.long_texts import LongTexts
-from varlen.models.checkpoint.labels import Labels
+from varlen.models.checkpoint.family import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Output, Request, split_outputs
 from varlen.request.row_parameters import RowParameters
@@ -27,10 +27,18 @@ from varlen.request.terms import (
     sparse_vector,
 )
 from varlen.request.vectors import VectorForm
-from varlen.tasks import TASKS, Task, TaskFacts, Width, further_names
+from varlen.tasks import (
+    TASKS,
+    Task,
+    TaskFacts,
+    TensorSpec,
+    Width,
+    further_names,
+    further_specs,
+    output_specs,
+)
 from varlen.wire.entities import EntityReader
 from varlen.wire.max_sim import SCORES
-from varlen.wire.specs import TensorSpec, further_specs, output_specs
 
 # Output that every task has.
 _LENGTHS = "num_tokens"

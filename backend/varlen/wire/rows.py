@@ -20,8 +20,7 @@ from varlen.intake.input_limits import InputLimits
 from varlen.intake.long_texts import LongTextForm, LongTexts, limits_of
 from varlen.intake.tokenization import Text
 from varlen.parameter import LONGEST_NEAR_MISS, read_json, refuse
-from varlen.request.draft import Draft
-from varlen.request.request import Prompt
+from varlen.request.request import Draft, Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide, reads
 from varlen.tasks import TASKS, Task
 from varlen.wire.entities import EntityReader

@@ -16,8 +16,7 @@ from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.roles import TextRole
 from varlen.parameter import JsonLimits, read_json, refuse
-from varlen.request.draft import Draft, TokenizationTask, steps_of
-from varlen.request.request import Output, Prompt, RequestOptions
+from varlen.request.request import Draft, Output, Prompt, RequestOptions, TokenizationTask, steps_of
 from varlen.request.row_parameters import Operation, RowParameters
 
 _EVERY = ("operation", "request_priority", "deadline_ms", "tenant", "cache_salt")

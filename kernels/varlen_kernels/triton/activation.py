@@ -21,8 +21,8 @@ from varlen_kernels.triton.checks import (
     check_vector,
 )
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.rows import tile_launches, vector_width
-from varlen_kernels.tuning import Launch, pick
+from varlen_kernels.triton.rows import tile_launches
+from varlen_kernels.tuning import pick
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # gelu_tanh(x) is x / (1 + 2 ** (x * (_TANH_1 + _TANH_3 * x * x)))
@@ -153,7 +153,7 @@ def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tens
     tokens, features = out.shape
     if out.numel() == 0:
         return
-    launch = pick(op, (features, x.dtype), candidate_launches)
+    launch = pick(op, (features, x.dtype), tile_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
     _activate_kernel[(tiles,)](
         x,
@@ -169,11 +169,6 @@ def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tens
         **launch,
         **dependent_launch(),
     )
-
-
-def candidate_launches(features: int, dtype: torch.dtype) -> list[Launch]:
-    """Return the candidate launches for rows of this width; the first is the default."""
-    return tile_launches(features, vector_width(dtype, features))
 
 
 def linear_activate(

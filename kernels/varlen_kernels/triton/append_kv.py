@@ -12,11 +12,16 @@ import triton.language as tl
 from torch import Tensor, int32
 
 from varlen_kernels.reference.paged import check_copies
-from varlen_kernels.triton.attention_checks import check_heads
+from varlen_kernels.triton.attention_blocks import check_caches, for_cache
 from varlen_kernels.triton.attention_tiles import block_d
-from varlen_kernels.triton.checks import check_ids, check_out, check_row_layout, check_vector
+from varlen_kernels.triton.checks import (
+    check_heads,
+    check_ids,
+    check_out,
+    check_row_layout,
+    check_vector,
+)
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.kv_blocks import check_caches, for_cache
 from varlen_kernels.tuning import Launch, pick
 
 # Elements of a head per program.

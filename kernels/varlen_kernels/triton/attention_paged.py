@@ -25,21 +25,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.triton.arrivals import arrivals_of
-from varlen_kernels.triton.attention_blocks import LOG2_E
-from varlen_kernels.triton.attention_checks import check_bias, check_heads, check_scores
-from varlen_kernels.triton.attention_tiles import block_d, num_tiles
-from varlen_kernels.triton.checks import check_cu_seqlens, check_ids, check_out
-from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.kv_blocks import attend_to_blocks, check_caches, tile_heads
-from varlen_kernels.triton.paged_tiles import (
+from varlen_kernels.triton.attention_blocks import (
+    LOG2_E,
+    attend_to_blocks,
+    check_caches,
+    tile_heads,
+)
+from varlen_kernels.triton.attention_tiles import (
+    block_d,
     check_paged_tiles,
     is_decode_step,
+    num_tiles,
     paged_launch,
     paged_tiles,
     read_paged_tile,
 )
-from varlen_kernels.triton.splits import Splits, choose_splits, wave_of
+from varlen_kernels.triton.checks import (
+    check_bias,
+    check_cu_seqlens,
+    check_heads,
+    check_ids,
+    check_out,
+    check_scores,
+)
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
+from varlen_kernels.triton.splits import Splits, arrivals_of, choose_splits, wave_of
 from varlen_kernels.tuning import Launch, pick
 
 # Query heads of one program: the fewest rows of a matrix product on tensor cores.

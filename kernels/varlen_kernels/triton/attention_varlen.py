@@ -27,12 +27,6 @@ from varlen_kernels.triton.attention_blocks import (
     load_tile,
     multiply_keys,
 )
-from varlen_kernels.triton.attention_checks import (
-    check_bias,
-    check_heads,
-    check_key_lengths,
-    check_scores,
-)
 from varlen_kernels.triton.attention_tiles import (
     BLOCK_BATCH,
     attention_launch,
@@ -43,7 +37,14 @@ from varlen_kernels.triton.attention_tiles import (
     num_tiles,
     read_tile,
 )
-from varlen_kernels.triton.checks import check_cu_seqlens, check_out
+from varlen_kernels.triton.checks import (
+    check_bias,
+    check_cu_seqlens,
+    check_heads,
+    check_key_lengths,
+    check_out,
+    check_scores,
+)
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
 # Largest heads whose tiles fit the registers, by bytes per element.

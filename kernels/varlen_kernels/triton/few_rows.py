@@ -28,12 +28,18 @@ from varlen_kernels.reference.few_rows import FoldedNorm
 from varlen_kernels.reference.linear_layers import CODES, CodedWeight, LinearWeight
 from varlen_kernels.triton import activation
 from varlen_kernels.triton.activation import activated
-from varlen_kernels.triton.arrivals import arrivals_of
-from varlen_kernels.triton.attention_checks import check_heads
+from varlen_kernels.triton.attention_blocks import check_caches, for_cache
 from varlen_kernels.triton.beam_keys import NO_INDEX, key_of, without_nan
-from varlen_kernels.triton.checks import check_dtype, check_ids, check_out, check_rows, check_vector
+from varlen_kernels.triton.checks import (
+    check_dtype,
+    check_heads,
+    check_ids,
+    check_out,
+    check_rows,
+    check_vector,
+)
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.triton.kv_blocks import check_caches, for_cache
+from varlen_kernels.triton.splits import arrivals_of
 
 MOST_ROWS = 64
 # Rows of a program: the first number that is not less than the rows of the step; more rows are several programs.

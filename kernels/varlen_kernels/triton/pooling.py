@@ -1,5 +1,7 @@
 """Pooling of each packed sequence to one vector: first, last, maximum, sum or a mean.
 
+A product with a vocabulary is pooled slice by slice of the terms.
+
 A program owns BLOCK features of one sequence, or of a part of it, and reads ROWS tokens at a time. It owns all features
 if the vector is normalised, because the norm needs them. Every mode but the maximum is a sum: the first or last token
 is the sum of a sequence of one token.
@@ -14,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels import Pooling
+from varlen_kernels import Pooling, TermPooling
+from varlen_kernels.reference.vocabulary import SLICE_TERMS, log1p_relu_, logit_slices, new_outputs
 from varlen_kernels.triton.checks import (
     check_cu_seqlens,
     check_dtype,
@@ -474,3 +477,33 @@ def _check_sequences(cu_seqlens: Tensor, dtype: torch.dtype, **tables: Tensor | 
                 f"{name} is {list(table.shape)} {table.dtype}, strides {table.stride()};"
                 f" it must be {list(shape)} {dtype}, contiguous"
             )
+
+
+def term_weights(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    mode: TermPooling,
+    logs: int = 1,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each term for each sequence, see `reference.term_weights`.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not supported.
+    """
+    check_dtype(x=x)
+    check_row_layout(x=x)
+    check_cu_seqlens(cu_seqlens)
+    weights, scratch = new_outputs(x, weight, cu_seqlens) if out is None else out
+    check_out(weights, (len(cu_seqlens) - 1, weight.shape[1]), torch.float32)
+    check_out(scratch, (len(x), min(weight.shape[1], SLICE_TERMS)), x.dtype)
+    for terms, logits in logit_slices(x, weight, bias, scratch):
+        if mode == "sum":
+            log1p_relu_(logits, logs)
+        pool(logits, cu_seqlens, mode=mode, out=weights[:, terms])
+    if mode == "max":
+        log1p_relu_(weights, logs)
+    return weights, scratch

@@ -101,13 +101,14 @@ def fit_block(width: int, widest: int) -> int:
     return block
 
 
-def row_launches(width: int, vector: int) -> list[Launch]:
+def row_launches(width: int, dtype: torch.dtype, *sizes: int) -> list[Launch]:
     """Return the candidate launches of kernels that hold whole rows; the first is the default.
 
     Args:
         width: elements of a row, at most MAX_ROW.
-        vector: elements of one load, see `vector_width`.
+        sizes: rows start at multiples of these too.
     """
+    vector = vector_width(dtype, width, *sizes)
     warps_per_row = 1
     while width > warps_per_row * _WARP_THREADS * min(_MAX_THREAD_VALUES, _MAX_TILES * vector):
         if warps_per_row == _MAX_WARPS:
@@ -132,12 +133,9 @@ def row_launches(width: int, vector: int) -> list[Launch]:
     return launches
 
 
-def tile_launches(width: int, vector: int) -> list[Launch]:
-    """Return the candidate launches of element-wise kernels; the first is the default.
-
-    Args:
-        vector: elements of one load, see `vector_width`.
-    """
+def tile_launches(width: int, dtype: torch.dtype, *sizes: int) -> list[Launch]:
+    """Return the candidate launches of element-wise kernels, see `row_launches`."""
+    vector = vector_width(dtype, width, *sizes)
     launches: list[Launch] = []
     # (loads per thread, warps)
     for loads, warps in ((2, 4), (4, 4), (1, 4), (2, 8), (4, 2)):

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.reference.attention import Distances, attend_padded
-from varlen_kernels.triton.attention_checks import check_heads
-from varlen_kernels.triton.checks import check_rows, row_strides
+from varlen_kernels.triton.checks import check_heads, check_rows, row_strides
 from varlen_kernels.triton.rows import load_row, row_launches, store_row, sum_row, vector_width
 from varlen_kernels.tuning import Launch, pick
 
@@ -221,11 +220,7 @@ def attention_padded(
     )
 
 
-def candidate_launches(
-    bucket: int,
-    vector: int,
-    dtype: torch.dtype,  # noqa: ARG001  # part of the key, because it may change which launch is fastest
-) -> list[Launch]:
+def candidate_launches(bucket: int, vector: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this bucket; the first is the default.
 
     Args:
@@ -235,4 +230,4 @@ def candidate_launches(
         # a BLOCK of 8192 with 8 warps spills under Triton 3.6
         sizes = ((4096, 8), (8192, 16), (2048, 4))
         return [{"BLOCK": block, "num_warps": warps} for block, warps in sizes]
-    return row_launches(bucket, vector)
+    return row_launches(bucket, dtype, vector)

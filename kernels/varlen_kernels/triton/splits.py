@@ -4,6 +4,7 @@ A GPU holds a wave of programs at once. A last wave that is nearly empty takes a
 number of splits is chosen to fill waves. More splits also start more programs, which have no keys where contexts are
 short, so of nearly equal predictions the fewest splits win. The number follows from shapes and the device only, so a
 CUDA graph stays valid. The shape of the block tables bounds it: a graph of short contexts starts few programs.
+The last program of several merges their results: it finds itself by a counter of those that have stored theirs.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference", which fills one wave.
 """
 
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
+from torch import Tensor
 
 # Splits of one context: a program of the merge reads the results of all.
 MAX_SPLITS = 32
@@ -89,3 +92,26 @@ def wave_of(device: torch.device, resident: int) -> int:
     # such as 100 KiB of an L4, on which fewer fit
     share = min(1.0, properties.shared_memory_per_multiprocessor / _SHARED_BYTES)
     return int(properties.multi_processor_count) * max(1, int(resident * share))
+
+
+# Fewest counters that are allocated.
+_FEWEST_ARRIVALS = 4096
+# Counters by device and stream, whose kernels run one after another. All are kept: graphs hold their addresses.
+_arrivals: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+
+def arrivals_of(device: torch.device, count: int) -> Tensor:
+    """Return at least `count` counters of the current stream, int32.
+
+    They are 0 when a kernel starts, and it leaves them so.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    kept = _arrivals.setdefault((device, stream), [])
+    if kept and len(kept[-1]) >= count:
+        return kept[-1]
+    size = max(_FEWEST_ARRIVALS, triton.next_power_of_2(count))
+    counters = torch.zeros(size, dtype=torch.int32, device=device)
+    # memory of a capture is of its graph, which sets it to 0 in every replay
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        kept.append(counters)
+    return counters

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.measurement import Measurement, measure, plan_batches
 from varlen.costs.model import MeasuredBatch
+from varlen.costs.store import Measurement, measure, plan_batches
 
 LIMITS = st.builds(
     BatchLimits,

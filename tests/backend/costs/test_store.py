@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs import store as cost_store
-from varlen.costs.measurement import Measurement
 from varlen.costs.model import MeasuredBatch
-from varlen.costs.store import CostStore, StoredCosts, digest_of
+from varlen.costs.store import CostStore, Measurement, StoredCosts, digest_of
 
 KEY = {"checkpoint": "a1b2", "device": "A CPU, 2 cores", "dtype": "float32", "threads": "2"}
 SECONDS = st.floats(1e-7, 1e3)
@@ -179,9 +178,9 @@ def test_an_entry_that_was_tampered_with_counts_as_none_and_can_be_replaced(
 def test_paths_come_back_as_they_were(store, folder):
     paths = {"384x384": "panels"}
 
-    assert store.load_paths(KEY) is None
-    assert store.save_paths(KEY, paths)
-    assert store.load_paths(KEY) == paths
+    assert store.load_texts(KEY) is None
+    assert store.save_texts(KEY, paths)
+    assert store.load_texts(KEY) == paths
     assert [each.key for each in store.entries()] == [KEY]
 
 
@@ -216,7 +215,7 @@ def test_without_a_folder_nothing_is_stored(caplog):
 
     assert store.load(KEY) is None
     assert not store.save(costs())
-    assert not store.save_paths(KEY, {})
+    assert not store.save_texts(KEY, {})
     assert store.entries() == []
     with store.measuring(timeout=1):
         pass

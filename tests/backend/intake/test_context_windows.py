@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from varlen.intake.context_windows import ContextWindows
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer as Intake
-from varlen.request.questions import QuestionForm
+from varlen.request.spans import QuestionForm
 
 WORDS = ["the", "cat", "é", "...", "  ", "🐈the", "can't"]
 LIMITS = InputLimits(

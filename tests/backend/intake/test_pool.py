@@ -18,8 +18,7 @@ from varlen.errors import (
     RequestError,
 )
 from varlen.intake.pool import PoolLimits, TokenizerPool
-from varlen.request.draft import Draft, TokenizationTask
-from varlen.request.request import RequestOptions
+from varlen.request.request import Draft, RequestOptions, TokenizationTask
 from varlen.telemetry.metrics import Stats
 
 SECONDS = 20.0

@@ -8,9 +8,9 @@ import torch
 from transformers import GenerationConfig
 
 from tests.checkpoints import change_tensors, drop_field, set_fields, write_file
-from varlen.models.checkpoint import translate_config
+from varlen.models.checkpoint import generation_config
+from varlen.models.checkpoint.generation_config import TargetTokens, TranslateDefaults
 from varlen.models.checkpoint.header_reader import HeaderReader
-from varlen.models.checkpoint.translate_config import TargetTokens, TranslateDefaults
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder_decoder
@@ -328,8 +328,8 @@ def test_translating_needs_tokens_at_both_ends(copy_of, field):
 def test_knows_every_field_of_transformers_generation_config():
     fields = json.loads(GenerationConfig().to_json_string(use_diff=False)).keys()
 
-    assert fields <= translate_config.ALL_FIELDS
-    parts = [translate_config.READ_FIELDS, translate_config.HARMLESS_FIELDS]
-    assert len(translate_config.ALL_FIELDS) == sum(map(len, parts)) + len(
-        translate_config.FIXED_FIELDS
+    assert fields <= generation_config.TRANSLATE_FIELDS
+    parts = [generation_config.TRANSLATE_READ_FIELDS, generation_config.TRANSLATE_HARMLESS_FIELDS]
+    assert len(generation_config.TRANSLATE_FIELDS) == sum(map(len, parts)) + len(
+        generation_config.TRANSLATE_FIXED_FIELDS
     )

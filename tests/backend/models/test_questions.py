@@ -11,7 +11,7 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.question_pipeline import QuestionPipeline
 from varlen import Encoder
 from varlen.intake.context_windows import ContextWindows
-from varlen.request.questions import QuestionForm
+from varlen.request.spans import QuestionForm
 
 from ..refusals import refused_checkpoint, refused_request
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from varlen.sandbox.schemas import has_finite_answer
+from varlen.sandbox.grammar import has_finite_answer
 
 ITSELF = {"$ref": "#"}
 LIST = {"type": "array", "items": ITSELF}

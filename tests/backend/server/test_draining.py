@@ -10,8 +10,7 @@ import pytest
 from tests.backend.requests import request_of, text
 from varlen.errors import DrainingError, RequestError
 from varlen.request.generation import GenerationOptions
-from varlen.request.probe import check_probe
-from varlen.request.request import RequestOptions
+from varlen.request.request import RequestOptions, check_probe
 from varlen.server import draining
 from varlen.server.draining import (
     DrainWatch,

@@ -24,8 +24,7 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, EngineError, ModelFaultError
 from varlen.processes import freeze_objects
-from varlen.request.draft import Draft, TokenizationTask
-from varlen.request.request import DEFAULT_OPTIONS
+from varlen.request.request import DEFAULT_OPTIONS, Draft, TokenizationTask
 from varlen.server import shared_memory
 from varlen.telemetry.metrics import SnapshotMetric
 from varlen.telemetry.tracing import RequestTracer

@@ -1,8 +1,7 @@
 """Which kind of model the server takes a task for."""
 
 from varlen.server.kinds import Prompts, Rows, kind_of
-from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
-from varlen.wire.specs import input_specs
+from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, input_specs
 
 
 def test_a_task_is_served_by_the_kind_of_its_row():

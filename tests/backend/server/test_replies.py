@@ -13,7 +13,7 @@ import pytest
 
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestCancelled, RequestError
-from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.models.checkpoint.family import NO_LABELS
 from varlen.request.request import GeneratedPart
 from varlen.server import shared_memory
 from varlen.telemetry.metrics import Stats

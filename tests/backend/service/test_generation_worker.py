@@ -231,11 +231,18 @@ def test_a_translation_has_no_drafts(translator):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "seconds,last",
+    [pytest.param(0.0, 5, id="steps"), pytest.param(1e6, 1, id="launches of several steps")],
+)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_translations_are_the_same_though_the_worker_is_killed(translator, policy):
+def test_translations_are_the_same_though_the_worker_is_killed(
+    translator, policy, seconds, last, monkeypatch
+):
+    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", seconds)
     with generator_of(translator, kv_policy=policy) as made:
         undisturbed = answers_of(made, TRANSLATIONS, max_tokens=12)
-        for at in (0, 5):
+        for at in (0, last):
             killer = Killer(made, at)
             disturbed = answers_of(made, TRANSLATIONS, max_tokens=12)
             killer.stop()

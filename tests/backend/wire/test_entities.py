@@ -14,7 +14,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from tests.checkpoints import LETTERS, save_checkpoint
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
-from varlen.models.checkpoint.labels import Labels
+from varlen.models.checkpoint.family import Labels
 from varlen.wire.entities import EntityReader
 from varlen.wire.outputs import ArrayAnswer, ModelOutputs
 from varlen.wire.rows import read_request

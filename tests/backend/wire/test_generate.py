@@ -16,8 +16,8 @@ from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart, TokenLogprobs
+from varlen.tasks import input_specs, output_specs
 from varlen.wire.generate import GeneratedAnswer, ResponseSpec, read_generate_request
-from varlen.wire.specs import input_specs, output_specs
 
 FLAGS = {
     name: np.array([True])

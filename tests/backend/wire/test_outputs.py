@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.models.checkpoint.labels import Labels
+from varlen.models.checkpoint.family import Labels
 from varlen.request.vectors import VECTOR_DTYPES, VectorForm
+from varlen.tasks import TensorSpec
 from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs
-from varlen.wire.specs import TensorSpec
 
 LABELS = Labels(("negative", "neutral", "¡positive!"), "softmax")
 ALL = ("sentence_embedding", "last_hidden_state", "logits", "scores", "labels", "num_tokens")

@@ -9,7 +9,7 @@ from tests.refusals import Model, malformed, refusals
 from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Tokenizer
-from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.models.checkpoint.family import NO_LABELS
 from varlen.wire.outputs import ModelOutputs
 from varlen.wire.rows import read_request
 

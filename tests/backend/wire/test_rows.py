@@ -14,11 +14,11 @@ from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.roles import TextRole, TextRoles
 from varlen.intake.tokenization import Tokenizer
-from varlen.models.checkpoint.labels import NO_LABELS, Labels
+from varlen.models.checkpoint.family import NO_LABELS, Labels
 from varlen.request.vectors import VectorForm
+from varlen.tasks import input_specs
 from varlen.wire import rows as wire
 from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs
-from varlen.wire.specs import input_specs
 
 TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank"]
 TASKS += ["token_classify", "token_embed"]

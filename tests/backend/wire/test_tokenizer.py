@@ -16,7 +16,7 @@ from varlen.errors import RequestError
 from varlen.intake.checks import Intake
 from varlen.intake.roles import TextRole, TextRoles
 from varlen.intake.tokenization import Tokenizer
-from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.models.checkpoint.family import NO_LABELS
 from varlen.wire.generate import read_generate_request
 from varlen.wire.outputs import ModelOutputs
 from varlen.wire.rows import read_request

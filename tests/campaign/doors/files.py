@@ -69,7 +69,7 @@ def costs_of_another_user(_: Campaign, report: Report) -> None:
         report.check(holds=kept == "to be kept", problem="a file of ours was emptied")
         # a link of the folder itself
         as_user(NOBODY, partial(os.symlink, own, shared / "link"))
-        CostStore(shared / "link").save_paths({}, {})
+        CostStore(shared / "link").save_texts({}, {})
         left = sorted(path.name for path in Path(own).iterdir())
         report.check(holds=left == ["precious"], problem=f"files behind a link: {left}")
 

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from tests.backend.decoding.text.small_tokenizers import END, byte_level
 from varlen.decoding.grammar.grammars import grammar_tokens
-from varlen.request.structured import read_grammar
+from varlen.request.generation import read_grammar
 from varlen.sandbox.grammar import GrammarServer
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.tool_calls import (

@@ -9,8 +9,8 @@ from triton.runtime.interpreter import interpreter_builder
 
 from varlen_kernels import reference
 from varlen_kernels.reference.paged import FP8
-from varlen_kernels.triton import arrivals, paged_tiles
 from varlen_kernels.triton import attention_paged as paged
+from varlen_kernels.triton import attention_tiles, splits
 from varlen_kernels.triton.attention_paged import attention_paged as attend
 from varlen_kernels.triton.splits import Splits, choose_splits
 from varlen_kernels.tuning import forced_launch
@@ -186,7 +186,7 @@ def test_counters_of_arrivals_are_0_after_each_launch(device, monkeypatch):
 
     found = [attend(**inputs, **settings) for _ in range(3)]
 
-    (counters,) = arrivals._arrivals[inputs["qkv"].device, 0]
+    (counters,) = splits._arrivals[inputs["qkv"].device, 0]
     assert not counters.any()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -213,13 +213,13 @@ def test_the_result_does_not_depend_on_the_order_of_programs(device, monkeypatch
 
 def test_more_sequences_than_before_have_more_counters(device, monkeypatch):
     monkeypatch.setattr(paged, "choose_splits", lambda *_: Splits(2, 1))
-    monkeypatch.setattr(arrivals, "_FEWEST_ARRIVALS", 1)
-    monkeypatch.setattr(arrivals, "_arrivals", {})
+    monkeypatch.setattr(splits, "_FEWEST_ARRIVALS", 1)
+    monkeypatch.setattr(splits, "_arrivals", {})
 
     for count in (1, 3, 2):
         check_against_reference([(1, 70)] * count, 16, torch.float32, device)
 
-    (kept,) = arrivals._arrivals.values()
+    (kept,) = splits._arrivals.values()
     # the first one may be in a graph
     assert [len(counters) for counters in kept] == [1, 4]
 
@@ -287,7 +287,7 @@ def test_chunks_among_empty_sequences_are_right_if_tokens_are_as_many_as_sequenc
 
 
 def test_finds_sequences_past_the_first_read_of_cu_seqlens(device, monkeypatch):
-    monkeypatch.setattr(paged_tiles, "BLOCK_BATCH", 4)
+    monkeypatch.setattr(attention_tiles, "BLOCK_BATCH", 4)
     lengths = [(1, 3), (0, 0), (1, 17), (0, 0), (0, 0), (1, 9)]
 
     check_against_reference(lengths, 16, torch.float32, device)
@@ -327,7 +327,7 @@ def test_every_candidate_launch_of_tiles_matches_the_reference(window, mean, dev
     expected = reference64(inputs, **settings)
     key = (64, torch.float16, window > 0)
 
-    launches = paged_tiles.candidate_launches(*key, mean)
+    launches = attention_tiles.paged_launches(*key, mean)
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
         with forced_launch("attention_paged", (*key, 16), launch):

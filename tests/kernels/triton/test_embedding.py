@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from varlen_kernels.triton import embedding
-from varlen_kernels.triton.embedding import embed, embed_layer_norm
+from varlen_kernels.triton.norms import embed, embed_layer_norm
+from varlen_kernels.triton.rows import tile_launches
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -69,7 +69,7 @@ def test_every_candidate_launch_of_embed_gives_the_same_bits(device):
     token_ids, position_ids, _, tokens, positions, *_ = inputs(9, 300, torch.bfloat16, device)
     fresh = embed(token_ids, tokens, position_ids, positions)
 
-    for launch in embedding.candidate_tiles(300, torch.bfloat16):
+    for launch in tile_launches(300, torch.bfloat16):
         with forced_launch("embed", (300, torch.bfloat16), launch):
             assert torch.equal(embed(token_ids, tokens, position_ids, positions), fresh)
 

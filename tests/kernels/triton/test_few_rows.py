@@ -7,7 +7,7 @@ from varlen_kernels import reference
 from varlen_kernels.reference.few_rows import FoldedNorm
 from varlen_kernels.reference.linear_layers import CodedWeight, widened
 from varlen_kernels.reference.paged import FP8
-from varlen_kernels.triton import arrivals, few_rows
+from varlen_kernels.triton import few_rows, splits
 
 from .compare import DTYPES, assert_close, rand, spread
 from .guards import Guarded, write_guarded
@@ -177,7 +177,7 @@ def test_norm_next_tokens_is_right(rows, is_rms, dtype, device):
     most = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
     assert error <= most * torch.linalg.vector_norm(expected)
     assert torch.equal(tokens, logits.argmax(1).int())
-    (counters,) = arrivals._arrivals[x.device, 0]
+    (counters,) = splits._arrivals[x.device, 0]
     assert not counters.any()
 
 

@@ -6,6 +6,7 @@ import torch
 from varlen_kernels import reference
 from varlen_kernels.triton import norms
 from varlen_kernels.triton.norms import norm_heads, rotary
+from varlen_kernels.triton.rows import row_launches
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand
@@ -100,7 +101,7 @@ def test_every_candidate_launch_matches_the_reference(head_dim, device):
     normed = reference.norm_heads(qkv.float(), weight.float(), weight.float(), **counts, eps=EPS)
     rotated = reference.rotary(qkv.float(), positions, cos_sin, **counts)
 
-    for launch in norms.candidate_norm_launches(head_dim, dtype):
+    for launch in row_launches(head_dim, dtype):
         with forced_launch("norm_heads", (head_dim, dtype), launch):
             assert_close(norm_heads(qkv, weight, weight, **counts, eps=EPS), normed, dtype)
     key = (head_dim // 2, head_dim, dtype)

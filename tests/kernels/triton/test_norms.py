@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from varlen_kernels import reference
-from varlen_kernels.triton import norms
 from varlen_kernels.triton.norms import (
     add_layer_norm,
     layer_norm,
@@ -12,7 +11,7 @@ from varlen_kernels.triton.norms import (
     residual_rms_norm,
     rms_norm,
 )
-from varlen_kernels.triton.rows import MAX_ROW
+from varlen_kernels.triton.rows import MAX_ROW, row_launches
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -196,7 +195,7 @@ def test_every_candidate_launch_matches_the_reference(op, vectors, width, device
     args = residual_arguments(vectors, width, dtype, device)
     _, expected = reference64(*args, of=getattr(reference, op.__name__))
 
-    for launch in norms.candidate_launches(width, dtype):
+    for launch in row_launches(width, dtype):
         with forced_launch(op.__name__, (width, dtype), launch):
             _, actual = op(*args, eps=EPS)
         assert_close(actual, expected, dtype)

@@ -7,9 +7,9 @@ import torch
 
 from varlen_kernels import reference
 from varlen_kernels.triton import attention_paged as paged
-from varlen_kernels.triton import paged_tiles as module
+from varlen_kernels.triton import attention_tiles as module
 from varlen_kernels.triton.attention_paged import attention_paged
-from varlen_kernels.triton.paged_tiles import paged_launch, paged_tiles
+from varlen_kernels.triton.attention_tiles import paged_launch, paged_tiles
 from varlen_kernels.triton.splits import Splits
 
 from .compare import rand

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from varlen_kernels import reference
-from varlen_kernels.triton import activation, embedding, norms
+from varlen_kernels.triton import activation, norms
+from varlen_kernels.triton.rows import row_launches, tile_launches
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
@@ -78,26 +79,22 @@ class RowOp:
 
 NORMS = {
     "add_layer_norm": RowOp(
-        norms.add_layer_norm, rows_and_vectors(2, 2), norms.candidate_launches, (0, 1), options=EPS
+        norms.add_layer_norm, rows_and_vectors(2, 2), row_launches, (0, 1), options=EPS
     ),
-    "layer_norm": RowOp(
-        norms.layer_norm, rows_and_vectors(1, 2), norms.candidate_launches, options=EPS
-    ),
+    "layer_norm": RowOp(norms.layer_norm, rows_and_vectors(1, 2), row_launches, options=EPS),
     "layer_norm without bias": RowOp(
         norms.layer_norm,
         rows_and_vectors(1, 1),
-        norms.candidate_launches,
+        row_launches,
         options={"bias": None, **EPS},
     ),
-    "rms_norm": RowOp(
-        norms.rms_norm, rows_and_vectors(1, 1), norms.candidate_launches, options=EPS
-    ),
+    "rms_norm": RowOp(norms.rms_norm, rows_and_vectors(1, 1), row_launches, options=EPS),
 }
 OPS = NORMS | {
     "embed_layer_norm": RowOp(
-        embedding.embed_layer_norm,
+        norms.embed_layer_norm,
         ids_and_tables,
-        embedding.candidate_launches,
+        row_launches,
         (3, 4, 5),
         replaced=None,
         options=EPS,
@@ -106,7 +103,7 @@ OPS = NORMS | {
         f"activate {kind}": RowOp(
             activation.activate,
             rows_and_vectors(1, 1, scale=3.0),
-            activation.candidate_launches,
+            tile_launches,
             options={"kind": kind},
         )
         for kind in ("gelu", "gelu_tanh", "relu", "silu")
@@ -115,7 +112,7 @@ OPS = NORMS | {
         f"activate_gate {kind}": RowOp(
             activation.activate_gate,
             rows_and_vectors(1, 0, factor=2, scale=3.0),
-            activation.candidate_launches,
+            tile_launches,
             replaced=None,
             options={"kind": kind},
         )

@@ -5,7 +5,7 @@ import torch
 
 from varlen_kernels import reference
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
-from varlen_kernels.triton.vocabulary import term_weights
+from varlen_kernels.triton.pooling import term_weights
 
 from .compare import assert_close, cu_seqlens_of, rand
 

@@ -33,7 +33,7 @@ from varlen.request.request import (
 )
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
-from varlen.service.sandbox import generation_sandbox
+from varlen.service.service import generation_sandbox
 from varlen_bench.profile_ops.timed import Breakdown, TimedKernels, measure
 from varlen_kernels.ops import kernels_for
 

@@ -19,10 +19,14 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
 from varlen_tools.adopt import session as existing_model
-from varlen_tools.adopt.session import Existing, Measured, Request, Session, open_session
-from varlen_tools.adopt.view import (
+from varlen_tools.adopt.session import (
+    Existing,
+    Measured,
     ModelSide,
+    Request,
+    Session,
     existing_side,
+    open_session,
     our_dtype,
     our_side,
     with_parts,
@@ -210,12 +214,12 @@ def _old_sides(
 def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
     """Return the dtype setting that makes like of like.
 
-    None if the new model has that dtype, or cannot have it. A CPU computes models of fp16 in fp32.
+    None if the new model has that dtype, or has it only to generate, as int4. A CPU computes models of fp16 in fp32. On
+    a GPU only the weights of int8 are of 8 bits.
     """
     is_on_cpu = choose_device(config.device).type == "cpu"
     dtype: DType = "fp32" if old == "fp16" and is_on_cpu else old
-    is_possible = dtype != "int4" and (is_on_cpu or dtype != "int8")
-    return dtype if is_possible and dtype != our_dtype(config) else None
+    return None if dtype in ("int4", our_dtype(config)) else dtype
 
 
 def _in_dtype(model: Path, dtype: DType) -> Path:

@@ -14,8 +14,7 @@ from varlen_tools.adopt.wish import AdoptError, Wish
 
 if TYPE_CHECKING:
     from varlen_tools.adopt.adoption import Adoption, Candidate
-    from varlen_tools.adopt.session import Measured
-    from varlen_tools.adopt.view import ModelSide
+    from varlen_tools.adopt.session import Measured, ModelSide
 
 
 def adopt(**given: Any) -> None:

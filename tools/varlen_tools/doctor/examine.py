@@ -22,31 +22,30 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.request.scores import scores_of
 from varlen.request.terms import SparseVector
+from varlen.service.costs import save_int8_price
 from varlen.service.generation import GeneratorParts
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import TASKS, Task
 from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
+    NEW_TOKENS,
     TOKENIZATION,
     Comparison,
+    Transformers,
+    activated,
     compare_ids,
     compare_scores,
     compare_values,
-    short_dtype,
-    without_library,
-)
-from varlen_tools.doctor.originals import (
-    NEW_TOKENS,
-    Transformers,
-    activated,
     has_library,
     named,
     pair_scores,
     readable_folder,
     sentence_vectors,
+    short_dtype,
     stores_activation,
     token_vectors,
+    without_library,
 )
 from varlen_tools.messages import first_line
 from varlen_tools.sample_texts import TEXTS
@@ -137,7 +136,7 @@ def measure_int8(checkpoint: Checkpoint, config: EngineConfig) -> str:
         if info.device != "cpu" or short_dtype(info.dtype) not in ("fp32", "bf16"):
             return ""
         speeds = tuple(_encoder_speeds(encoder, checkpoint.vocab_size, limit))
-        return _int8_price(checkpoint, config, encoder, speeds)
+        return _int8_price(checkpoint, config, encoder, info, speeds)
 
 
 def _unlimited(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:
@@ -168,7 +167,7 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
         if has_speed and config.task not in _OWN_INPUTS:
             speeds = tuple(_encoder_speeds(encoder, vocab_size, limit))
             if info.device == "cpu" and dtype in ("fp32", "bf16"):
-                int8 = _int8_price(checkpoint, config, encoder, speeds)
+                int8 = _int8_price(checkpoint, config, encoder, info, speeds)
         if task == "extract":
             encoder.extract([str(each) for each in inputs], _LABELS, truncate=True)
             return Examination(_memory(info), (_NO_SPANS,), speeds)
@@ -188,9 +187,13 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
 
 
 def _int8_price(
-    checkpoint: Checkpoint, config: EngineConfig, encoder: Encoder, speeds: Sequence[Speed]
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    encoder: Encoder,
+    info: ModelInfo,
+    speeds: Sequence[Speed],
 ) -> str:
-    """Return speed and quality of int8 here in a line; empty if it cannot run."""
+    """Return what int8 gives here; empty if it cannot run. A line is stored."""
     limit, vocab_size = config.max_sequence_tokens or LONGEST, checkpoint.vocab_size
     inputs = sample_inputs(encoder.task, limit)
     settings = replace(config, dtype="int8")
@@ -206,7 +209,9 @@ def _int8_price(
     quality = agreement(*answers, has_labels=TASKS[encoder.task].has_labels)
     gain = float(np.exp(np.log(gains).mean()))
     remedy = ": set dtype: int8" if gain > 1 else ""
-    return f"int8: {gain:.1f} times as fast here, {quality}{remedy}"
+    price = f"int8: {gain:.1f} times as fast here, {quality}{remedy}"
+    save_int8_price(price, info, checkpoint, config)
+    return price
 
 
 def agreement(

@@ -12,9 +12,8 @@ from varlen_client.cli.progress import show_stage
 from varlen_client.cli.serve_http import API_KEYS
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError
 from varlen_tools.run_server import ENDPOINTS
-from varlen_tools.scratch import scratch_folder
+from varlen_tools.scratch import remove_unused, scratch_folder
 from varlen_tools.setup_server import SERVER_FOLDER, SetupError, backend_package, set_up
-from varlen_tools.shared_memory import remove_unused
 
 _COMMAND = "tritonserver"
 # The server ends by itself if a model cannot be loaded; large ones take minutes to be read.

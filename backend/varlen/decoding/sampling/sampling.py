@@ -21,8 +21,12 @@ from torch import Tensor
 
 from varlen.decoding.grammar.compiled_grammar import wait_for_masks
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.random_numbers import uniform_numbers
-from varlen.decoding.sampling.sampler_state import EditedRow, SamplerState, edits_of
+from varlen.decoding.sampling.sampler_state import (
+    EditedRow,
+    SamplerState,
+    edits_of,
+    uniform_numbers,
+)
 from varlen.decoding.sampling.token_bias import BadWords
 from varlen.memory.chunk import moved
 from varlen.request.request import TokenLogprobs

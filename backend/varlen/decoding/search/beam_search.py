@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.decoding.sampling.random_numbers import random_key, uniform_range
+from varlen.decoding.sampling.sampler_state import random_key, uniform_range
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, bias_arrays
 from varlen.decoding.search.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.request.generation import GenerationOptions

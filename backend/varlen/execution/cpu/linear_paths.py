@@ -299,14 +299,14 @@ def stored_paths(
         key: everything that decides which path is fastest.
         what: their name in the log.
     """
-    stored = store.load_paths(key)
+    stored = store.load_texts(key)
     if stored is None:
         with store.measuring(timeout=_LOCK_SECONDS):
             # while this one waited, another server may have measured the same
-            stored = store.load_paths(key)
+            stored = store.load_texts(key)
             if stored is None:
                 measured = measure()
-                store.save_paths(key, measured)
+                store.save_texts(key, measured)
                 return measured
     _log.info("%s, from the cache: %s", what, _described(stored))
     return stored

@@ -30,7 +30,7 @@ from varlen.execution.cpu.linear_paths import (
     stored_paths,
 )
 from varlen.execution.rank_link import RankLink
-from varlen.models.checkpoint.stage_layers import StageLayers
+from varlen.models.checkpoint.layers import StageLayers
 from varlen.program.program import Program
 from varlen.program.stages import StageProgram, balanced_bounds, cut_program, layer_starts
 

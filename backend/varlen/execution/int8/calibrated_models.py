@@ -33,7 +33,7 @@ from varlen.execution.packing import (
 from varlen.memory.arena import Arena, Layout, alignment_of
 from varlen.models.blocks.heads import record_head
 from varlen.models.blocks.model_types import EncoderModel
-from varlen.models.checkpoint.translate_config import TargetTokens
+from varlen.models.checkpoint.generation_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch, Program
 from varlen.program.recorder import Recorder

@@ -13,7 +13,7 @@ from varlen_kernels import Activation, Pooling
 
 if TYPE_CHECKING:
     from varlen.models.blocks.extraction import Extraction
-    from varlen.models.blocks.masked_lm import MaskedLM
+    from varlen.models.blocks.output import MaskedLM
     from varlen.models.checkpoint.layers import Linear, Norm
     from varlen.models.checkpoint.vector_layers import VectorLayer
     from varlen.program.program import Value

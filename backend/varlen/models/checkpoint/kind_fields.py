@@ -1,7 +1,7 @@
 """The fields of config.json that all encoders share, all decoders, or all models with both."""
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import generation_config, translate_config
+from varlen.models.checkpoint import generation_config
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import HARMLESS_FIELDS, Json, show
 
@@ -26,10 +26,10 @@ DECODER = FieldRules(
         "pruned_heads": {},
     },
 )
-# Fields of generation are read where there is no generation_config.json; see `translate_config`.
+# Fields of generation are read where there is no generation_config.json; see `generation_config`.
 ENCODER_DECODER = FieldRules(
     _READ,
-    HARMLESS_FIELDS | translate_config.ALL_FIELDS | {"prefix"},
+    HARMLESS_FIELDS | generation_config.TRANSLATE_FIELDS | {"prefix"},
     {
         "add_cross_attention": False,
         "is_decoder": False,

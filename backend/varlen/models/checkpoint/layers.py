@@ -3,13 +3,16 @@
 Several ranks may hold a model. Then each linear layer of a transformer layer is divided by its outputs, or by its
 inputs, whose partial sums all ranks add up; so two layers, one after the other, need one sum. Source: Shoeybi et al.
 2019, arXiv:1909.08053.
+
+Every stage of a pipeline reads the whole model, but of other stages' layers only the shapes: their weights are tensors
+of the device `meta`, which have no memory. So each one records the same ops, and all find the same cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from weakref import ReferenceType, ref
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from varlen.models.checkpoint.stage_layers import StageLayers
     from varlen.models.checkpoint.weights import CheckpointWeights
     from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
@@ -551,3 +553,45 @@ class LayerReader(Container[str]):
             return self._weights.read(name, *shape).to(self._device)
         parts = self._weights.read_parts(name, *shape, axis=axis, bounds=bounds)
         return parts.to(self._device)
+
+
+class StageLayers:
+    """The layers of one stage."""
+
+    def __init__(self, first: int = 0, last: int = 0, *, is_first: bool = False) -> None:
+        """Choose the layers.
+
+        Args:
+            first, last: bounds of the layers; equal to read none.
+        """
+        self.is_first = is_first
+        self.count = 0
+        self._bounds = first, last
+        self.layer_of: dict[int, int] = {}
+        # as long as they are kept, no other tensor has their id
+        self._weights: list[Tensor] = []
+
+    def has(self, number: int) -> bool:
+        first, last = self._bounds
+        return first <= number < last
+
+    def add(self, layers: Sequence[object]) -> None:
+        """Take notice of all layers, which were read."""
+        self.count = len(layers)
+        for number, layer in enumerate(layers):
+            for weight in _weights(layer):
+                self.layer_of[id(weight)] = number
+                self._weights.append(weight)
+
+
+def _weights(part: object) -> Iterator[Tensor]:
+    from torch import Tensor
+
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _weights(each)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from _weights(getattr(part, each.name))

@@ -3,25 +3,31 @@
 The files are modules.json, the configurations of its modules, sentence_bert_config.json and
 config_sentence_transformers.json. A field that would change vectors and is not served is refused
 by name; see docs/decisions/0014-config-fields.md.
+
+With the module Router, a query is the weights of its tokens in a table (SparseStaticEmbedding), without the model; a
+document goes through a masked language model and SpladePooling. Source: base/modules/router.py and
+sparse_encoder/modules/sparse_static_embedding.py of sentence-transformers; Geng et al. 2024, arXiv:2411.04403.
 """
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import (
     Json,
     check_fields,
+    peek_json,
+    read_flag,
     read_int,
     read_json,
     read_object,
     read_optional_object,
     show,
 )
-from varlen.models.checkpoint.files import has_file
+from varlen.models.checkpoint.files import TOKENIZER, has_file
 from varlen.models.checkpoint.late_interaction import (
     PYLATE_FIELDS,
     TRANSFORMER_FIELDS,
@@ -33,7 +39,7 @@ from varlen.models.checkpoint.late_interaction import (
     read_pylate,
 )
 from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
-from varlen.models.checkpoint.router import Router
+from varlen.models.checkpoint.tokenizer_files import TokenizerSettings
 from varlen.models.checkpoint.vector_layers import (
     LayerMix,
     SpladeConfig,
@@ -43,6 +49,7 @@ from varlen.models.checkpoint.vector_layers import (
     read_norm,
     read_splade,
 )
+from varlen.models.checkpoint.weights import check_shapes, read_headers
 from varlen_kernels import Pooling
 
 _BERT_CONFIG = "sentence_bert_config.json"
@@ -110,6 +117,146 @@ _KNOWN_MODEL_FIELDS = frozenset(
     # similarity_fn_name is for `similarity`, activation_fn for the scores of a cross-encoder
     "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name".split()
 )
+
+
+Route: TypeAlias = Literal["query", "document"]
+
+ROUTER = "Router"
+_ROUTER_CONFIG = "router_config.json"
+_MODULE_PREFIX = "sentence_transformers."
+# The table has a weight for each token.
+ROUTER_TABLE = "weight"
+_ALLOWED_ROUTES = "query (SparseStaticEmbedding), document (Transformer, SpladePooling)"
+_DOCUMENTS = (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"])
+# Settings of tokenizer.json that change no token of a query: it is cut elsewhere, and has no special tokens.
+_OTHER_SETTINGS = ("truncation", "padding", "post_processor")
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The routes of a checkpoint.
+
+    Attributes:
+        queries: path of the folder with the table of queries, relative to the checkpoint.
+    """
+
+    queries: str
+    documents: tuple[tuple[str, str], ...]
+    default: Route
+
+    @property
+    def transformer(self) -> str:
+        """Path of the folder of the model, empty for the checkpoint's own."""
+        return self.documents[0][1]
+
+    def check_tokenizers(
+        self, folder: Path, queries: TokenizerSettings, documents: TokenizerSettings
+    ) -> None:
+        """Raise CheckpointError unless queries and documents have the same tokens."""
+        first, second = (
+            {key: value for key, value in tokenizer.items() if key not in _OTHER_SETTINGS}
+            for tokenizer in (
+                read_object(folder / path, TOKENIZER) for path in (self.queries, self.transformer)
+            )
+        )
+        if first != second or queries.truncation_side != documents.truncation_side:
+            raise CheckpointError(
+                f"{self.queries}/{TOKENIZER} splits queries in another way than the tokenizer of documents; save the"
+                " checkpoint with one tokenizer for both"
+            )
+
+    def check_table(self, folder: Path, terms: int) -> None:
+        """Raise CheckpointError unless the table has a weight for each term and nothing else."""
+        check_shapes(read_headers(folder / self.queries), {ROUTER_TABLE: (terms,)}, lambda _: False)
+
+
+def has_router(folder: Path) -> bool:
+    """Return whether the first module of a folder is a Router."""
+    modules = peek_json(folder, "modules.json")
+    first = modules[0] if isinstance(modules, list) and modules else None
+    return isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == ROUTER
+
+
+def folders_of_routes(folder: Path) -> list[str]:
+    """Return the folders that routes name, unchecked; none without a Router."""
+    config = peek_json(folder, _ROUTER_CONFIG) if has_router(folder) else None
+    types = config.get("types") if isinstance(config, dict) else None
+    return [str(name) for name in types] if isinstance(types, dict) else []
+
+
+def read_router(folder: Path) -> Router | None:
+    """Return the routes of a checkpoint folder, None without a Router.
+
+    Raises:
+        CheckpointError: its files are damaged, or its routes are not served.
+    """
+    if not has_router(folder):
+        return None
+    (first, *others) = peek_json(folder, "modules.json")
+    if others or first.get("path"):
+        raise CheckpointError(
+            "modules.json has the module Router; allowed: Router alone, in the checkpoint folder itself"
+        )
+    config = read_object(folder, _ROUTER_CONFIG)
+    known = ("types", "structure", "parameters")
+    check_fields(config, _ROUTER_CONFIG, known=known, fixed={})
+    parts = [config.get(name) for name in known]
+    if not all(isinstance(part, dict) for part in parts):
+        raise CheckpointError(
+            f"{_ROUTER_CONFIG} has {show(config)}; allowed: objects {', '.join(known)}"
+        )
+    types, structure, parameters = (dict(part or {}) for part in parts)
+    routes = {name: _router_modules(paths, types) for name, paths in structure.items()}
+    kinds = {name: [kind for kind, _ in route] for name, route in routes.items()}
+    is_served = kinds.get("query") == ["SparseStaticEmbedding"] and set(kinds) == {
+        "query",
+        "document",
+    }
+    if not is_served or kinds["document"] not in _DOCUMENTS:
+        shown = ", ".join(f"{name} ({', '.join(route)})" for name, route in kinds.items())
+        raise CheckpointError(
+            f"{_ROUTER_CONFIG} has the routes {shown}; allowed: {_ALLOWED_ROUTES}"
+        )
+    ((_, queries),) = routes["query"]
+    name = f"{queries}/config.json"
+    check_fields(read_optional_object(folder, name), name, known=("frozen",), fixed={})
+    return Router(queries, tuple(routes["document"]), _default(parameters, list(structure)))
+
+
+def _router_modules(paths: object, types: Mapping[str, object]) -> list[tuple[str, str]]:
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise CheckpointError(
+            f"{_ROUTER_CONFIG} has the route {show(paths)}; allowed: a list of folders"
+        )
+    for path in paths:
+        if len(PurePosixPath(path).parts) > 1 or path.startswith((".", "/")):
+            raise CheckpointError(
+                f'{_ROUTER_CONFIG} names the folder "{path}"; allowed: a folder beside it'
+            )
+        if not str(types.get(path)).startswith(_MODULE_PREFIX):
+            raise CheckpointError(
+                f"{_ROUTER_CONFIG} has a module {show(types.get(path))}; allowed: modules of sentence_transformers"
+            )
+    return [(str(types[path]).rpartition(".")[-1], path) for path in paths]
+
+
+def _default(parameters: Json, routes: Sequence[str]) -> Route:
+    fixed: dict[str, object] = {"route_mappings": {}}
+    check_fields(
+        parameters, _ROUTER_CONFIG, known=("default_route", "allow_empty_key"), fixed=fixed
+    )
+    default = parameters.get("default_route")
+    if default is None and read_flag(
+        parameters, "allow_empty_key", default=True, name=_ROUTER_CONFIG
+    ):
+        default = routes[0]
+    if default == "query":
+        return "query"
+    if default == "document":
+        return "document"
+    raise CheckpointError(
+        f"{_ROUTER_CONFIG} has default_route {show(default)}; allowed: query, document"
+    )
 
 
 @dataclass(frozen=True, slots=True)

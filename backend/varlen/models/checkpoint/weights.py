@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.adapters import Adapter, factor_names, weight_of_factor
 from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.files import has_file, locate
-from varlen.models.checkpoint.incomplete_files import check_no_pointers, describe_damage
+from varlen.models.checkpoint.files import check_no_pointers, describe_damage, has_file, locate
 from varlen.models.checkpoint.quantization import read_quantization
 from varlen.models.checkpoint.quantized_tensors import FLOATS, CodeBlocks, QuantizedTensor, join
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from varlen.decoding.sampling.random_numbers import random_key, uniform_numbers
+from varlen.decoding.sampling.sampler_state import random_key, uniform_numbers
 
 
 def assert_uniform(numbers, buckets=64):

@@ -24,7 +24,7 @@ from tests.backend.decoding.sequences import RandomModel, extend, sample, sequen
 from tests.backend.decoding.text.small_tokenizers import byte_level
 from tests.closeness import assert_close
 from varlen.decoding.sampling import sampling
-from varlen.decoding.sampling.random_numbers import uniform_numbers
+from varlen.decoding.sampling.sampler_state import uniform_numbers
 from varlen.decoding.sampling.sampling import Sampler
 from varlen.decoding.sampling.token_bias import BadWords
 

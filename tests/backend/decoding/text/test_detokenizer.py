@@ -12,8 +12,7 @@ from tests.backend.decoding.text.small_tokenizers import (
     byte_level,
     metaspace,
 )
-from varlen.decoding.text.token_bytes import TokenBytes
-from varlen.decoding.text.writer import Detokenizer
+from varlen.decoding.text.writer import Detokenizer, TokenBytes
 
 
 def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):

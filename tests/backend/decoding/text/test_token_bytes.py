@@ -13,8 +13,7 @@ from tests.backend.decoding.text.small_tokenizers import (
     byte_fallback,
     byte_level,
 )
-from varlen.decoding.text.token_bytes import TokenBytes
-from varlen.decoding.text.writer import TextWriter
+from varlen.decoding.text.writer import TextWriter, TokenBytes
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import SampledToken

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.decoding.text.small_tokenizers import END, PAD, byte_level
-from varlen.decoding.text.token_bytes import TokenBytes
-from varlen.decoding.text.writer import StopStrings, TextWriter
+from varlen.decoding.text.writer import StopStrings, TextWriter, TokenBytes
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import SampledToken

@@ -206,13 +206,13 @@ def test_paths_are_measured_once_and_then_read(tmp_path, caplog):
 @pytest.mark.parametrize("text", ["[]", "7", '{"48x96": 1}', "no JSON"])
 def test_damaged_paths_are_measured_again(tmp_path, text, caplog):
     store, paths = CostStore(tmp_path), {"48x96": PACKED}
-    store.save_paths(KEY, paths)
-    (file,) = tmp_path.glob("linear_paths_*.json")
-    file.write_text(f'{{"key": {json.dumps(KEY)}, "paths": {text}}}')
+    store.save_texts(KEY, paths)
+    (file,) = tmp_path.glob("texts_*.json")
+    file.write_text(f'{{"key": {json.dumps(KEY)}, "texts": {text}}}')
 
     assert stored_paths(CostStore(tmp_path), KEY, lambda: paths) == paths
     assert "has a damaged entry" in caplog.text
-    assert store.load_paths(KEY) == paths
+    assert store.load_texts(KEY) == paths
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -69,7 +69,7 @@ def test_stages_are_balanced_by_measured_seconds(load, tmp_path, monkeypatch):
 
 
 def test_only_linear_layers_take_time(load):
-    from varlen.models.checkpoint.stage_layers import StageLayers
+    from varlen.models.checkpoint.layers import StageLayers
 
     program = load(StageLayers())
 
