@@ -264,7 +264,7 @@ class Intake:
 
     @property
     def at_once_bytes(self) -> int:
-        """Most bytes of a text whose tokens are known in 0.1 ms; 0 where a template's process may make them."""
+        """Most bytes of a text that takes 0.1 ms; 0 where templates make prompts."""
         has_template = self._chat_template is not None or self._pair_template is not None
         return 0 if has_template else _AT_ONCE_BYTES
 

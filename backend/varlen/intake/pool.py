@@ -154,7 +154,7 @@ class TokenizerPool:
             return self._requests, self._bytes
 
     def submit(self, draft: Draft, reply: Reply, accept: Accept, *, arrival: float) -> None:
-        """Enqueue a draft; it is accepted as a request, or its reply fails, later or now.
+        """Enqueue a draft; it is accepted as a request, or its reply fails.
 
         Args:
             draft: has at least one step.

@@ -60,7 +60,7 @@ _MAX_TYPES = 2
 
 
 def encoded(array: Floats, name: VectorType) -> bytes:
-    """Return the JSON of an array: numbers, or OpenAI's base64 of little-endian fp32, row by row."""
+    """Return the JSON of an array: numbers, or OpenAI's base64 of little-endian fp32."""
     if name == "base64":
         return b'"%b"' % base64.b64encode(array.astype("<f4", copy=False).tobytes())
     return json_bytes(array.tolist())

@@ -485,8 +485,9 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     """Tell the application that its client has left."""
     cycle.disconnected = True
     cycle.message_event.set()
-    if LEFT in cycle.scope:
-        cycle.scope[LEFT]()  # type: ignore[typeddict-item]
+    leave = cycle.scope.get(LEFT)
+    if callable(leave):
+        leave()
 
 
 @lru_cache(1024)

@@ -1,4 +1,4 @@
-"""Reads the JSON of bodies within limits, large ones in a thread, and writes answers as JSON, large ones in parts.
+"""Reads JSON bodies, large ones in a thread, and writes answers, large ones in parts.
 
 A small body can ask for much work: two bytes are a value. So the values of a body are counted before they are parsed,
 and what remains is short: no step holds the interpreter's lock for more than a few tens of milliseconds, and other

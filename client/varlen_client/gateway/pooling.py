@@ -1,4 +1,4 @@
-"""Labels and outputs of models: `/classify` and `/pooling` of vLLM, `/v1/extract` of NeMo Guardrails' GLiNER server.
+"""Labels and outputs of models: vLLM's `/classify` and `/pooling`, and NeMo Guardrails' `/v1/extract`.
 
 `/v1/extract` has the fields of `nemoguardrails.library.gliner.models` in the documentation of NeMo Guardrails. `schema`
 and its answer follow the library gliner2.
@@ -30,7 +30,7 @@ from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
 from varlen_client.gateway.unserved_fields import PROMPTS, TEXTS
 from varlen_client.tasks import TASKS
-from varlen_client.tasks.answers import RowAnswers, RowOutput
+from varlen_client.tasks.answers import RowAnswers, RowOutput, text_of
 from varlen_client.tasks.extraction import EXTRACT, EXTRACT_SCHEMA, Span
 from varlen_client.tasks.labels import RerankOptions
 from varlen_client.tasks.row_task import Pooling, RowTask
@@ -54,8 +54,7 @@ class Classes:
 
 def _read_classes(answers: RowAnswers) -> Classes:
     scores, labels, logits = (answers.joined(output) for output in answers.outputs[:3])
-    names = [label.decode(errors="replace") for label in labels[0]]
-    return Classes(scores, names, logits.argmax(axis=1).tolist())
+    return Classes(scores, [*map(text_of, labels[0])], logits.argmax(axis=1).tolist())
 
 
 CLASS_SCORES: RowTask[Classes] = RowTask(

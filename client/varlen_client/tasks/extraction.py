@@ -1,4 +1,4 @@
-"""Parts of texts: `extract` finds those with labels, or answers a schema, `question_answer` those that answer."""
+"""Parts of texts, with labels or for a schema: `extract`; for a question: `question_answer`."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def read_entailment(answers: RowAnswers) -> Entailment:
     """Return the logits of all pairs, and the names of the model's labels."""
     logits, labels = (answers.joined(output) for output in answers.outputs[:2])
     names = labels[0] if len(labels) else []
-    return Entailment(logits, [name.decode(errors="replace").lower() for name in names])
+    return Entailment(logits, [text_of(name).lower() for name in names])
 
 
 def parse_labels(labels: str | Sequence[str]) -> list[str]:
@@ -200,13 +200,9 @@ def label_scores(
     ]
 
 
-def _softmax(
-    logits: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    found: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = exponentials / exponentials.sum(
-        axis=-1, keepdims=True
-    )
+    found: npt.NDArray[np.float64] = exponentials / exponentials.sum(axis=-1, keepdims=True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Vectors of texts: `embed`, `sparse_embed`, and `outputs`, several of a row that the server makes in one pass."""
+"""Vectors of texts: `embed`, `sparse_embed`; several outputs of one pass: `outputs`."""
 
 from __future__ import annotations
 

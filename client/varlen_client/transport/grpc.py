@@ -50,6 +50,8 @@ _PARAMETERS = (
     (float, "double_param"),
 )
 
+# Beginnings of the messages of a lost connection.
+_LOST = ("Stream removed", "failed to connect", "Socket closed", "recvmsg")
 # A server ends a stream some milliseconds after its last response.
 _END_SECONDS = 10.0
 
@@ -172,9 +174,9 @@ class GrpcTransport:
 
     def _error(self, text: str | None, status: str | None) -> VarlenClientError:
         error = server_error(text, status, _ERRORS)
-        is_lost = isinstance(error, ServerUnavailable) and _is_connection_failure(str(error))
         # gRPC reports a stream that a proxy resets as UNKNOWN or INTERNAL
-        if is_lost or str(error).startswith("Stream removed"):
+        lost = _LOST if isinstance(error, ServerUnavailable) else _LOST[:1]
+        if str(error).startswith(lost):
             return ServerUnavailable(f"no connection to grpc server {self._label}: {error}")
         return error
 
@@ -234,7 +236,3 @@ def _response(message: Any) -> Response:
             each.decode(errors="replace") if isinstance(each, bytes) else each for each in values
         ]
     return outputs
-
-
-def _is_connection_failure(message: str) -> bool:
-    return message.startswith(("failed to connect", "Socket closed", "recvmsg", "Stream removed"))
