@@ -67,13 +67,8 @@ class CostModel:
         for batch in measured:
             if not 0.0 < batch.seconds < math.inf:
                 raise ValueError(f"a batch took {batch.seconds} s; allowed: more than 0")
-        shapes = [batch.shape for batch in measured]
-        columns = [
-            np.array([float(getattr(shape, name)) for shape in shapes])
-            for name in ("sequences", "tokens", "squares", "longest")
-        ]
+        terms = np.array([self._terms_of(batch.shape) for batch in measured], float)
         seconds = np.array([batch.seconds for batch in measured])
-        terms = np.stack(np.broadcast_arrays(*self._terms(*columns)), axis=1)
         self._floor, coefficients = _fit(terms, seconds)
         self._coefficients: list[float] = coefficients.tolist()
 
@@ -134,8 +129,11 @@ class CostModel:
     def _parts(self, shape: BatchShape) -> list[float]:
         """Return the seconds of each term of a batch."""
         # one batch is asked for often: numbers of Python take a tenth of the time of arrays
-        terms = self._terms(shape.sequences, shape.tokens, shape.squares, shape.longest)
-        return [number * term for number, term in zip(self._coefficients, terms, strict=True)]
+        pairs = zip(self._coefficients, self._terms_of(shape), strict=True)
+        return [number * term for number, term in pairs]
+
+    def _terms_of(self, shape: BatchShape) -> tuple[int, int, int, int]:
+        return self._terms(shape.sequences, shape.tokens, shape.squares, shape.longest)
 
     def _terms(
         self, sequences: _Number, tokens: _Number, squares: _Number, longest: _Number
