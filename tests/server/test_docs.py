@@ -82,15 +82,21 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
-def gateway(server):
+def gateway(server, tmp_path_factory):
     """The address of a gateway before the server."""
-    with local_gateway(GatewaySettings(url=server.grpc_url)) as address:
+    folder = tmp_path_factory.mktemp("batches")
+    with local_gateway(GatewaySettings(url=server.grpc_url, batch_folder=folder)) as address:
         yield address
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
+    """Run in a folder with the files that the pages write: blocks read those of earlier ones."""
     monkeypatch.chdir(tmp_path)
+    for block in blocks("sh", pages=PAGES):
+        for words in commands(block):
+            if words[0] == "printf":
+                (tmp_path / words[3]).write_text(words[1].encode().decode("unicode_escape"))
 
 
 def is_of_make_test(block):
@@ -156,23 +162,6 @@ def models_of_the_block(block, load_task_models, load_page_model):
     load_task_models(names & TASK_MODELS.keys())
 
 
-@pytest.fixture(scope="module")
-def written_files(tmp_path_factory):
-    """Return a folder with the files that the pages write: any block may read them."""
-    folder = tmp_path_factory.mktemp("written")
-    for block in blocks_of("sh"):
-        for words in commands(block):
-            if words[0] == "printf":
-                text, _, name = words[1:]
-                Path(folder, name).write_text(text.encode().decode("unicode_escape"))
-    return folder
-
-
-@pytest.fixture
-def in_written_files(written_files, monkeypatch):
-    monkeypatch.chdir(written_files)
-
-
 def at(server: LocalServer, gateway: str, text: str) -> str:
     """Return code of a page with the addresses and the models of the server."""
     text = text.replace("127.0.0.1:8080", gateway)
@@ -185,14 +174,16 @@ def at(server: LocalServer, gateway: str, text: str) -> str:
     return text
 
 
-@pytest.mark.usefixtures("models_of_the_block", "in_written_files")
+@pytest.mark.usefixtures("models_of_the_block")
 @pytest.mark.parametrize("block", blocks_of("sh"))
 def test_commands_and_requests_are_answered(block, server, gateway):
     done = 0
     for command in commands(block):
         words = shlex.split(at(server, gateway, shlex.join(command)))
         name = Path(words[0]).name
-        if name == "varlen" and words[1] in RUN_OF_VARLEN:
+        if name == "printf":
+            Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
+        elif name == "varlen" and words[1] in RUN_OF_VARLEN:
             run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
             assert run.exit_code == 0, run.output
             # a random model may end its answer at once
@@ -200,12 +191,12 @@ def test_commands_and_requests_are_answered(block, server, gateway):
         elif name == "curl":
             assert ask(words[1], words[words.index("-d") + 1] if "-d" in words else None)
         else:
-            assert words[0] in NOT_RUN or name in ("varlen", "printf"), words
+            assert words[0] in NOT_RUN or name == "varlen", words
         done += 1
     assert done
 
 
-@pytest.mark.usefixtures("models_of_the_block", "in_written_files")
+@pytest.mark.usefixtures("models_of_the_block")
 @pytest.mark.parametrize("block", blocks_of("python"))
 def test_python_runs(block, server, gateway, repository):
     for package in OPTIONAL_PACKAGES:

@@ -42,12 +42,14 @@ class _Row(NamedTuple):
     Attributes:
         output: index of the output in the step.
         length: number of tokens of the answer, or of each beam.
+        drafted: see `Chunk`.
     """
 
     output: int
     sequence: GeneratedSequence
     length: int
     rows: range
+    drafted: tuple[int, ...]
 
 
 class TokenChooser:
@@ -93,12 +95,12 @@ class TokenChooser:
 
     def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
         """Return draws of all rows of logits; nothing uses the draws of searches."""
-        samples: list[tuple[GeneratedSequence, int]] = []
+        samples: list[tuple[GeneratedSequence, int, tuple[int, ...]]] = []
         rows: list[int] = []
         end = 0
         for chunk in chunks:
             if not chunk.beam_slots:
-                samples += [(sequence, chunk.num_generated) for sequence in chunk.samples]
+                samples += [(each, chunk.num_generated, chunk.drafted) for each in chunk.samples]
                 rows += range(end, end + len(chunk.samples))
             end += chunk.num_logit_rows
         draws = self._sampler.draws(*zip(*samples, strict=True))
@@ -139,7 +141,7 @@ class TokenChooser:
         has_edits = plan.draws is not None and plan.draws.edits is not None
         if plan.is_whole and not plan.searches:
             if has_edits:
-                self._sampler.note(*step.sampled, chosen.token_ids)
+                self._sampler.note(*step.sampled[:2], chosen.token_ids)
             fields = zip(chosen.token_ids, repeat(None), repeat(None), repeat(False))
             return [new_tuple(SampledToken, each) for each in fields]
         outputs: list[SampledToken | BeamStep] = []
@@ -157,7 +159,7 @@ class TokenChooser:
                     outputs.append(SampledToken(chosen.token_ids[index]))
                 else:
                     rows = range(index, index + max(1, chunk.beams))
-                    of_host.append(_Row(len(outputs), sequence, length, rows))
+                    of_host.append(_Row(len(outputs), sequence, length, rows, chunk.drafted))
                     outputs.append(BeamStep((), ()))
             row += chunk.num_logit_rows
         for is_search in (False, True):
@@ -176,7 +178,8 @@ class TokenChooser:
         sequences = [each.sequence for each in chosen]
         if sequences[0].is_searched:
             return self._searcher.advance(logits, sequences, [len(each.rows) for each in chosen])
-        return self._sampler.sample(logits, sequences, [each.length for each in chosen])
+        lengths, drafted = zip(*[(each.length, each.drafted) for each in chosen], strict=True)
+        return self._sampler.sample(logits, sequences, lengths, drafted)
 
 
 def _later(

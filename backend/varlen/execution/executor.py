@@ -100,11 +100,12 @@ class ModelExecutor(Executor, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch that was launched at this time; `outputs` waits for them."""
+    """A batch that was launched at this time, after idle seconds; `outputs` waits for them."""
 
     batch: Batch
     completed: Completed
     at: float
+    idle: float
     outputs: Callable[[], Outputs]
 
 
@@ -144,12 +145,14 @@ class _LaunchingExecutor:
             outputs = self._launcher.launch_batch(batch)
         except BaseException as error:
             outputs = raising(error)
+        idle = 0.0
         with self._lock:
             if not self._expected:
                 # the batch before may have ended while this one was packed
+                idle = max(0.0, began - self._runs_since)
                 self._runs_since = max(self._runs_since, began)
             self._expected.append(batch.seconds)
-        self._launched.put(_Launched(batch, completed, began, outputs))
+        self._launched.put(_Launched(batch, completed, began, idle, outputs))
 
     def free_at(self) -> float:
         if self._is_pipeline:
@@ -166,7 +169,8 @@ class _LaunchingExecutor:
             seconds = now - max(self._runs_since, launched.at)
             self._expected.popleft()
             self._runs_since = now
-        launched.completed(launched.batch, replace(result, seconds=seconds))
+        result = replace(result, seconds=seconds, idle=launched.idle)
+        launched.completed(launched.batch, result)
 
 
 class InlineExecutor(_LaunchingExecutor):

@@ -645,7 +645,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> Arrays:
         chunks: chunks of the step, at least one; all of them have a source text, or none has.
     """
     columns = zip(*chunks, strict=True)
-    _, begins, tokens_of, blocks_of, samples_of, source_blocks, _, _, _, beams_of = columns
+    _, begins, tokens_of, blocks_of, samples_of, source_blocks, _, _, _, beams_of, _ = columns
     lengths, tables, samples = (
         np.fromiter(map(len, each), np.int32, len(chunks))
         for each in (tokens_of, blocks_of, samples_of)

@@ -242,13 +242,6 @@ class GenerationOptions:
             getattr(self, name) != OPTIONS[name].default for name in _ONLY_SEARCH
         )
 
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether nothing changes logits before tokens are drawn from them, but `min_tokens`."""
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        has_rules = self.logit_bias or self.bad_words or self.grammar
-        return penalties == (1.0, 0.0, 0.0) and not has_rules
-
     @classmethod
     def from_parameters(
         cls, parameters: Mapping[str, object], defaults: Mapping[str, object] = MappingProxyType({})

@@ -41,6 +41,7 @@ class Chunk(NamedTuple):
         beam_slots: slots of the beams of a search; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
             `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
+        drafted: guesses of the last tokens up to this one, if it is a drafted token.
     """
 
     sequence: GeneratedSequence
@@ -53,6 +54,7 @@ class Chunk(NamedTuple):
     follows: int | None = None
     beam_slots: tuple[int, ...] = ()
     beams: int = 0
+    drafted: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -117,9 +119,10 @@ class Batch:
         return sum([chunk.beams or len(chunk.samples) for chunk in self.chunks])
 
     @property
-    def sampled(self) -> tuple[list[GeneratedSequence], list[int]]:
-        """The sequence of each output of a step, and the length of its answer."""
+    def sampled(self) -> tuple[list[GeneratedSequence], list[int], list[tuple[int, ...]]]:
+        """The sequence of each output of a step, the length of its answer, and `Chunk.drafted`."""
         chunks = self.chunks
+        drafted = [chunk.drafted for chunk in chunks for _ in chunk.samples]
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
         ends = [
             chunk.start + (1 if chunk.beams else len(chunk.token_ids))
@@ -127,7 +130,7 @@ class Batch:
             for _ in chunk.samples
         ]
         lengths = [end - each.num_tokens for end, each in zip(ends, sequences, strict=True)]
-        return sequences, lengths
+        return sequences, lengths, drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class BatchResult:
         outputs: one per sequence of the batch, in its order; of a step, one per sample and per search, chunk by chunk;
             empty after an error.
         seconds: run time.
+        idle: seconds between the end of the batch before and its launch, if none was in flight.
         failure: reason why there are no outputs: memory ran out, an adapter cannot be read, this batch failed, the
             worker process ended and its KV memory is lost, the model cannot run any more, or the step before, which
             this one needs, failed.
@@ -152,6 +156,7 @@ class BatchResult:
     reason: str = ""
     adapter: str = ""
     cores: Cores = "one"
+    idle: float = 0.0
 
     @property
     def steps(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
 from varlen.config import EngineConfig
+from varlen.decoding.sampling.sampling import EditSlots
 from varlen.errors import ConfigError, EngineError, ModelFaultError
 from varlen.execution.packing import pack_step
 from varlen.execution.runner import Runner
@@ -21,6 +22,7 @@ from varlen.execution.workers import steps
 from varlen.execution.workers.process import RestartLimit
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
+from varlen.scheduling.iteration.step_size import DraftCost
 from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import CountedMetric, Stats
@@ -83,6 +85,13 @@ def generator_of(folder, *, restarts=100, stats=None, **settings):
     service.model.runner.host.restarts = RestartLimit(restarts, 600.0)
     with Generator(service) as generator:
         yield generator
+
+
+@pytest.fixture
+def free_drafts(monkeypatch):
+    """Let rows of drafts run whatever this machine takes for them."""
+    monkeypatch.setattr(DraftCost, "step_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(DraftCost, "row_seconds", lambda *_: 0.0)
 
 
 class Killer:
@@ -203,6 +212,7 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
 
 
 @pytest.mark.parametrize("policy", [pytest.param("reserve", marks=pytest.mark.full), "optimistic"])
+@pytest.mark.usefixtures("free_drafts")
 def test_drafts_change_no_answer_though_the_worker_is_killed(decoder, policy):
     kinds = {
         **KINDS,
@@ -222,6 +232,30 @@ def test_drafts_change_no_answer_though_the_worker_is_killed(decoder, policy):
         counts = made.snapshot()
         assert 0 < counts.accepted_tokens < counts.drafted_tokens
         assert counts.blocks.used == 0
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [pytest.param(True, id="device"), pytest.param(False, id="host", marks=pytest.mark.full)],
+)
+@pytest.mark.usefixtures("free_drafts")
+def test_drafts_change_no_answer_with_penalties(decoder, slots, monkeypatch):
+    if not slots:
+        monkeypatch.setattr(EditSlots, "_claim", lambda *_: False)
+    kinds = {
+        "repetition": {"temperature": 0.0, "repetition_penalty": 1.001},
+        "sampled": {"seed": 2, "top_k": 1, "frequency_penalty": 1e-4, "logit_bias": {"17": 0.5}},
+        "least": {"temperature": 0.0, "presence_penalty": 1e-3, "min_tokens": 9},
+        "strong": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    }
+    config = EngineConfig(**SETTINGS)
+    drafts = {"speculation": "ngram", "prompt_lookup_min": 1}
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        expected = answers_of(made, kinds, max_tokens=100)[1]
+    with generator_of(decoder, **drafts) as made:
+        assert answers_of(made, kinds, max_tokens=100)[1] == expected
+        counts = made.snapshot()
+    assert 0 < counts.accepted_tokens < counts.drafted_tokens
 
 
 def test_a_translation_has_no_drafts(translator):

@@ -31,9 +31,13 @@ class EditList:
     """The edit list of one sequence: end tokens, then biased tokens, then others."""
 
     def __init__(
-        self, end_ids: Sequence[int], biases: Mapping[int, float], prompt_ids: Int32Array
+        self,
+        end_ids: Sequence[int],
+        biases: Mapping[int, float],
+        prompt_ids: Int32Array,
+        answer: Sequence[int] = (),
     ) -> None:
-        """Start with an answer of no tokens.
+        """Start with the tokens of an answer.
 
         Args:
             end_ids: distinct tokens that end the answer, if they may come too early.
@@ -41,7 +45,9 @@ class EditList:
             prompt_ids: distinct tokens of the prompt, if penalties are for them too; else none.
         """
         first = np.array([*dict.fromkeys((*end_ids, *biases))], np.int32)
-        others = prompt_ids[~np.isin(prompt_ids, first)]
+        chosen, numbers = np.unique(np.array(answer, np.int32), return_counts=True)
+        others = np.union1d(prompt_ids, chosen)
+        others = others[~np.isin(others, first)]
         size = len(first) + len(others)
         self._size = size
         # made where a token is added: many lists are only sent
@@ -53,6 +59,9 @@ class EditList:
         index_of = {token: index for index, token in enumerate(first.tolist())}
         for token, bias in biases.items():
             self._biases[index_of[token]] = bias
+        order = np.argsort(self._tokens[:size])
+        at = np.searchsorted(self._tokens[:size], chosen, sorter=order)
+        self._counts[order[at]] = numbers
 
     @property
     def arrays(self) -> tuple[Int32Array, Int32Array, Float32Array]:
@@ -239,27 +248,29 @@ class SamplerState:
         size = min(length, self.forbidden.longest)
         return self.forbidden.next(self.token_ids[len(self.token_ids) - size :])
 
-    def begin_edits(self, sequence: GeneratedSequence, length: int) -> tuple[EditList, bool]:
+    def begin_edits(
+        self, sequence: GeneratedSequence, length: int, drafted: Sequence[int] = ()
+    ) -> tuple[EditList, bool]:
         """Return its edit list, and whether the device has to add the last token.
 
         Args:
             sequence: its sequence, whose last token is perhaps known only to the device.
+            drafted: guesses of its last tokens.
         """
-        edits = self._new_edits(sequence)
         if not self.has_penalties:
-            return edits, False
-        known = sequence.token_ids[sequence.num_tokens : sequence.num_tokens + length]
-        for token_id in known:
-            edits.add(token_id)
-        return edits, len(known) < length
+            return self._new_edits(sequence), False
+        begin, end = sequence.num_tokens, sequence.num_tokens + length - len(drafted)
+        known = [*sequence.token_ids[begin:end], *drafted]
+        return self._new_edits(sequence, known), len(known) < length
 
-    def _new_edits(self, sequence: GeneratedSequence) -> EditList:
+    def _new_edits(self, sequence: GeneratedSequence, answer: Sequence[int] = ()) -> EditList:
         # only a repetition penalty is for tokens of the prompt too
         if self._prompt_ids is None:
             has_repetition = self.penalties[0] != 1
             prompt_ids = sequence.token_ids[: sequence.num_tokens] if has_repetition else ()
             self._prompt_ids = np.unique(np.array(prompt_ids, np.int32))
-        return EditList(self.end_ids if self.min_tokens else (), self.biases, self._prompt_ids)
+        ends = self.end_ids if self.min_tokens else ()
+        return EditList(ends, self.biases, self._prompt_ids, answer)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

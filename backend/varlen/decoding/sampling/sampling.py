@@ -23,6 +23,7 @@ from varlen.decoding.grammar.compiled_grammar import wait_for_masks
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampler_state import (
     EditedRow,
+    EditList,
     SamplerState,
     edits_of,
     uniform_numbers,
@@ -51,12 +52,14 @@ class EditedSequence(NamedTuple):
     Attributes:
         sequence, state: the sequence, and the sampler's state for it.
         length: number of tokens of its answer.
+        drafted: see `Chunk`.
     """
 
     row: int
     sequence: GeneratedSequence
     state: SamplerState
     length: int
+    drafted: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -97,16 +100,22 @@ class EditSlots:
 
     def next_edits(self, edited: Sequence[EditedSequence]) -> Edits | None:
         """Return the edits of the next step; None if a sequence finds no slot."""
-        if not self._claim([each.state for each in edited]):
-            self.skip([each.state for each in edited])
+        states = [each.state for each in edited if not each.drafted]
+        if not self._claim(states):
+            self.skip(states)
             return None
         rows = []
-        for row, sequence, state, length in edited:
+        for row, sequence, state, length, drafted in edited:
+            bans = state.num_early_ends(length)
+            if drafted:
+                # the list in the slot has no tokens that are guessed
+                own, _ = state.begin_edits(sequence, length, drafted)
+                rows.append(EditedRow(row, NO_SLOT, False, bans, state.penalties, own))
+                continue
             slot, begun, is_added = self._slots[state], None, state.has_penalties
             if slot.length != length - 1:
                 begun, is_added = state.begin_edits(sequence, length)
             slot.length = length
-            bans = state.num_early_ends(length)
             rows.append(EditedRow(row, slot.number, is_added, bans, state.penalties, begun))
         return edits_of(rows)
 
@@ -155,7 +164,12 @@ class Sampler:
         self._no_tokens = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
         self._no_state = EditState.new(0, edit_limits.entries, device)
 
-    def draws(self, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]) -> Draws | None:
+    def draws(
+        self,
+        sequences: Sequence[GeneratedSequence],
+        lengths: Sequence[int],
+        drafted: Sequence[Sequence[int]] | None = None,
+    ) -> Draws | None:
         """Return what the device draws tokens with.
 
         It is known before the tokens before them are. None if the device cannot choose all of them: then only `sample`
@@ -171,9 +185,9 @@ class Sampler:
         if not max([state.edited_until for state in states], default=0):
             return draws
         edited = [
-            EditedSequence(row, sequence, state, length)
-            for row, (sequence, state, length) in enumerate(
-                zip(sequences, states, lengths, strict=True)
+            EditedSequence(row, sequence, state, length, guesses)
+            for row, (sequence, state, length, guesses) in enumerate(
+                zip(sequences, states, lengths, drafted or [()] * len(states), strict=True)
             )
             # nothing reads the token of one that has ended
             if length < state.edited_until and sequence.status != "finished"
@@ -201,7 +215,11 @@ class Sampler:
         self._edit_slots.forget()
 
     def sample(
-        self, logits: Tensor, sequences: Sequence[GeneratedSequence], lengths: Sequence[int]
+        self,
+        logits: Tensor,
+        sequences: Sequence[GeneratedSequence],
+        lengths: Sequence[int],
+        drafted: Sequence[Sequence[int]] | None = None,
     ) -> list[SampledToken]:
         """Return the next token of each sequence.
 
@@ -212,18 +230,27 @@ class Sampler:
             logits: `[sequences, vocabulary]` fp32; overwritten.
             sequences: whose `token_ids` hold all tokens that were chosen so far, or all but the last.
             lengths: number of tokens of each answer so far.
+            drafted: see `Chunk`; a row without guesses is the last one of its sequence.
         """
         states = [self._state(sequence) for sequence in sequences]
         if all(map(_is_greedy, states, lengths)):
             return [SampledToken(token_id) for token_id in _first_of_largest(logits)]
 
-        for state, sequence, length in zip(states, sequences, lengths, strict=True):
+        drafted = drafted or [()] * len(states)
+        for state, sequence, length, guesses in zip(
+            states, sequences, lengths, drafted, strict=True
+        ):
             with state.guard():
-                state.read(sequence, length)
+                if not guesses:
+                    state.read(sequence, length)
         _await_masks(states)
         reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
         raw = torch.log_softmax(logits[reported], dim=1) if reported else None
-        self._edit(logits, states, lengths)
+        edits = [state.edits for state in states]
+        for row, guesses in enumerate(drafted):
+            if guesses and edits[row]:
+                edits[row], _ = states[row].begin_edits(sequences[row], lengths[row], guesses)
+        self._edit(logits, states, lengths, edits)
         _mask(logits, states, lengths)
         token_ids = self._choose(logits, states, lengths)
         tokens = [SampledToken(token_id) for token_id in token_ids]
@@ -264,7 +291,13 @@ class Sampler:
         assert isinstance(state, SamplerState)
         return state
 
-    def _edit(self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]) -> None:
+    def _edit(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplerState],
+        lengths: Sequence[int],
+        edits: Sequence[EditList | None],
+    ) -> None:
         """Apply biases, penalties and early bans of end tokens, with the host's edit lists."""
         rows = [
             # the mask of a grammar says when an end token may come
@@ -274,15 +307,14 @@ class Sampler:
                 is_added=False,
                 num_banned=0 if state.matcher is not None else state.num_early_ends(length),
                 penalties=state.penalties,
-                begun=state.edits,
+                begun=begun,
             )
-            for row, (state, length) in enumerate(zip(states, lengths, strict=True))
-            if state.edits is not None and length < state.edited_until
+            for row, (state, length, begun) in enumerate(zip(states, lengths, edits, strict=True))
+            if begun is not None and length < state.edited_until
         ]
         if not rows:
             return
-        edits = edits_of(rows)
-        (found,) = moved([edits._asdict()], logits.device)
+        (found,) = moved([edits_of(rows)._asdict()], logits.device)
         begun = EditLists(found["tokens"], found["counts"], found["biases"])
         self._kernels.edit_logits(
             logits, *self._no_tokens, found["rows"], found["penalties"], begun, self._no_state

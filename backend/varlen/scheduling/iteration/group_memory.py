@@ -189,20 +189,25 @@ class GroupMemory:
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
     def draft_rows(
-        self, group: Group, chunk: Chunk, token_ids: Sequence[int], *, keep: int
+        self, group: Group, chunk: Chunk, guessed: Sequence[int], *, keep: int
     ) -> tuple[Chunk, ...]:
         """Return a row for each drafted token behind a chunk; fewer if blocks are few.
 
         Args:
+            guessed: tokens behind the known ones; the first one stands for a token that the chunk does not know.
             keep: see `allocate_first`.
         """
         table, size, rows = group.first.block_ids, self.blocks.block_size, list[Chunk]()
-        for position, token_id in enumerate(token_ids, start=chunk.end):
+        begin = chunk.end - (chunk.follows is not None)
+        for position in range(chunk.end, begin + len(guessed)):
             if position == len(table) * size:
                 if not group.reserved and self.blocks.available <= keep:
                     break
                 table.append(self._allocate(group))
-            row = chunk._replace(start=position, token_ids=(token_id,), follows=None)
+            drafted = tuple(guessed[: position - begin + 1])
+            row = chunk._replace(
+                start=position, token_ids=drafted[-1:], follows=None, drafted=drafted
+            )
             rows.append(row._replace(block_ids=table[: position // size + 1]))
         return tuple(rows)
 
@@ -361,7 +366,7 @@ class GroupMemory:
             follows = None if is_known else logit_rows[first]
             first.num_unknown += 1
             table = first.block_ids[: begin // size + 1]
-            fields = first, begin, token_ids, table, group.sequences, (), (), follows, (), 0
+            fields = first, begin, token_ids, table, group.sequences, (), (), follows, (), 0, ()
             return new_tuple(Chunk, fields)
         if tokens == part.remaining:
             samples = (first,) if group.has_beams else group.sequences

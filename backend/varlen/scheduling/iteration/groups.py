@@ -173,7 +173,8 @@ class Group:
         self.source_tokens = self.first.prompt.num_source_tokens
         self.is_encoded = not self.source_tokens
         self.is_plain = self.is_encoded and not self.has_beams and len(self.sequences) == 1
-        self.may_draft = self.is_plain and generation.keeps_logits
+        # words and grammars need the tokens of rows that are not chosen yet
+        self.may_draft = self.is_plain and not (generation.bad_words or generation.grammar)
 
     @property
     def num_branches(self) -> int:

@@ -53,7 +53,13 @@ from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
 from varlen.scheduling.iteration.speculation import Drafter
-from varlen.scheduling.iteration.step_size import StepCost, StepLimits, StepSize, tokens_of_step
+from varlen.scheduling.iteration.step_size import (
+    DraftCost,
+    StepCost,
+    StepLimits,
+    StepSize,
+    tokens_of_step,
+)
 from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
 
@@ -143,8 +149,9 @@ def _shape_of(*lengths: int) -> BatchShape:
     return BatchShape.of(lengths)
 
 
-# Least probability of a drafted token, and least part of the tokens of a step that drafts have to add.
-_LEAST_PROBABILITY, _LEAST_GAIN = 0.1, 1 / 8
+# Least probability of a drafted token, least part of the tokens of a step that drafts have to add, and what they are
+# expected to save relative to their cost: sequences end at different times.
+_LEAST_PROBABILITY, _LEAST_GAIN, _MARGIN = 0.1, 1 / 8, 1.5
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
@@ -179,7 +186,9 @@ class IterationScheduler:
         self._admission = admission
         self._queues = GroupQueues(self._memory, slots, limits.stages)
         self._claims = Claims()
-        self._cost = StepCost()
+        self._cost, self._draft_cost = StepCost(), DraftCost()
+        # rows, drafted rows and seconds of the last step, if all its chunks were of one token
+        self._last_rows: tuple[int, int, float] | None = None
         self._step_size = StepSize(limits.max_step_tokens)
         self._group_of: dict[GeneratedSequence, Group] = {}
         self._numbers = count()
@@ -234,6 +243,9 @@ class IterationScheduler:
     def add(self, request: RequestState) -> None:
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
         self._is_blocked = False
+        if self._queues.is_empty:
+            # the time until the next step is not a part of the last one
+            self._last_rows = None
         number, samples = next(self._numbers), sequences[0].generation.n
         for row in range(0, len(sequences), samples):
             rank, claim = self._claims.enter(sequences[row])
@@ -291,11 +303,10 @@ class IterationScheduler:
         if result.failure is not None:
             return self._fail_step(step, batch.shape.tokens, result)
         count = result.steps if step.steps > 1 else 1
-        self._cost.learn(batch.shape.tokens, result.seconds / max(1, count))
-        self._step_size.grow()
+        outputs, end = result.outputs, sum(map(len, step.drafts.values()))
+        self._learn(batch, end, result, max(1, count))
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
-        outputs, end = result.outputs, sum(map(len, step.drafts.values()))
         drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
         rows: tuple[Chunk, ...] = ()
         more: tuple[SampledToken, ...] = ()
@@ -439,15 +450,19 @@ class IterationScheduler:
 
         They add at most half of its expected seconds. A row runs if it probably saves more than it costs.
         """
-        speculation, cost, memory = self._limits.speculation, self._cost, self._memory
+        speculation, memory = self._limits.speculation, self._memory
         assert speculation is not None
         used = sum([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks.values()])
+        rows = sum([chunk.beams or 1 for chunk in chunks.values()])
+        seconds = self._draft_cost.step_seconds(rows)
+        row = self._draft_cost.row_seconds(self._cost.per_token)
         free, least = min(self._queues.num_free, tokens - used), _LEAST_PROBABILITY
-        if cost.per_token:
-            seconds = cost.seconds(1, used)
-            free = min(free, int(seconds / 2 / cost.per_token))
-            # each token of a step takes a part of its base
-            least = max(least, cost.per_token * used / seconds)
+        if not seconds:
+            return {}
+        if row:
+            free = min(free, int(seconds / 2 / row))
+            # a token that is chosen saves its part of a later step
+            least = max(least, _MARGIN * row * rows / seconds)
         drafts: dict[Group, list[int]] = {}
         gain = 0.0
         for group, chunk in chunks.items():
@@ -463,14 +478,28 @@ class IterationScheduler:
             draft, expected = group.drafter.draft(first.token_ids, num_unknown, most, least)
             if draft:
                 drafts[group] = draft
-                free -= len(draft)
+                free -= len(draft) - num_unknown
                 gain += expected
         # the next step cannot start ahead of it
         if gain < _LEAST_GAIN * used:
             return {}
         keep = self._queues.num_running
-        rows = {g: memory.draft_rows(g, chunks[g], drafts[g], keep=keep) for g in drafts}
-        return {group: each for group, each in rows.items() if each}
+        found = {g: memory.draft_rows(g, chunks[g], drafts[g], keep=keep) for g in drafts}
+        return {group: each for group, each in found.items() if each}
+
+    def _learn(self, batch: Batch, drafted: int, result: BatchResult, steps: int) -> None:
+        """Learn from a step that has run, with the number of its drafted rows."""
+        tokens, seconds = batch.shape.tokens, result.seconds / steps
+        self._cost.learn(tokens, seconds)
+        self._step_size.grow()
+        if not self._limits.speculation:
+            return
+        if self._last_rows is not None:
+            # until this step could begin
+            rows, of_drafts, before = self._last_rows
+            self._draft_cost.learn(rows, of_drafts, before + result.idle)
+        is_of_rows = tokens == sum([chunk.beams or 1 for chunk in batch.chunks])
+        self._last_rows = (tokens - drafted, drafted, seconds) if is_of_rows else None
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         """Return a step as a batch, and count it as running."""
@@ -502,7 +531,7 @@ class IterationScheduler:
         Args:
             step: the step, which was the first one in flight.
         """
-        failure = result.failure
+        failure, self._last_rows = result.failure, None
         if step.is_void or failure is None:
             return []
         present = step.groups
@@ -571,11 +600,14 @@ class IterationScheduler:
     ) -> list[Event]:
         """Return the events of a group's rows, up to a token that was not drafted."""
         first = group.first
+        # penalties of the rows count the guess of a token that was not known
+        (*guessed, _) = rows[1].drafted
+        is_right = not guessed or guessed[0] == first.token_ids[rows[0].start]
         events = [*self._update_plain(group, rows[0], tokens[0])]
         accepted = 0
         for row, before, token in zip(rows[1:], tokens, tokens[1:], strict=False):
             is_next = row.token_ids[0] == before.token_id and not before.is_pending
-            if not is_next or first.status == "finished":
+            if not (is_next and is_right) or first.status == "finished":
                 break
             accepted += 1
             first.num_computed += 1

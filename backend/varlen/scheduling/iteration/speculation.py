@@ -48,29 +48,34 @@ class Drafter:
     def draft(
         self, token_ids: Sequence[int], num_unknown: int, most: int, least: float
     ) -> tuple[list[int], float]:
-        """Return tokens that probably follow, and how many of them are expected to be chosen.
+        """Return guesses of the next tokens, and how many drafted ones are probably chosen.
 
         Args:
             token_ids: known tokens of the sequence; grows from call to call.
-            num_unknown: tokens behind them that steps in flight choose, before the draft.
+            num_unknown: tokens behind them that steps in flight choose; they are guessed before the draft.
             most: longest draft.
             least: least probability of a drafted token, above 0.
         """
-        for guess, token_id in zip(self._guess, token_ids[self._position :], strict=False):
+        known = token_ids[self._position :]
+        for guess, token_id in zip(self._guess, known, strict=False):
             self._all = _MEMORY * self._all + 1
             self._right = _MEMORY * self._right + (guess == token_id)
             if guess != token_id:
+                self._guess = []
                 break
         longest = min(most, self._num_tokens)
         self._position = len(token_ids)
-        self._guess = self._look_up(token_ids, num_unknown + longest)
+        self._guess = self._guess[len(known) :]
+        if len(self._guess) < num_unknown + longest:
+            self._guess = self._look_up(token_ids, num_unknown + longest + _LONGEST)
         rate = self._right / self._all
         count, expected, probability = 0, 0.0, rate ** (num_unknown + 1)
         while count < longest and probability >= least:
             count, expected = count + 1, expected + probability
             probability *= rate
-        draft = self._guess[num_unknown : num_unknown + count]
-        return draft, expected if draft else 0.0
+        return (
+            (self._guess[: num_unknown + count], expected) if count and self._guess else ([], 0.0)
+        )
 
     def _look_up(self, token_ids: Sequence[int], count: int) -> list[int]:
         """Return what followed the last tokens where they came before; none if they are new."""
@@ -85,11 +90,13 @@ class Drafter:
         end = ends.get(tuple(token_ids[-size:]), 0)
         found = most = 0
         for _ in range(_PLACES):
+            if not end:
+                break
             equal = size
             while equal < min(_LONGEST, end) and token_ids[end - equal - 1] == token_ids[~equal]:
                 equal += 1
-            if end and equal > most:
+            if equal > most:
                 found, most = end, equal
-            end = before[end - size] if end else 0
+            end = before[end - size]
         # a guess that reaches the end of the text goes on with itself
         return [token_ids[found + i % (length - found)] for i in range(count)] if found else []

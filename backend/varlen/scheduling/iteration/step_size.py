@@ -194,6 +194,58 @@ class StepCost:
         self._covariance = (1 - rate) * (self._covariance + rate * off_tokens * off_seconds)
 
 
+# What is kept of measured rows after a step with drafts, and after one without; number of rows that are expected to
+# cost what a token of a prompt does; most steps with drafts between two without.
+_ROWS_MEMORY, _ROWS_KEPT, _PRIOR_ROWS, _MEASURED = 0.9, 511 / 512, 2.0, 32
+
+
+class DraftCost:
+    """Measures what a drafted row costs.
+
+    It is a part of the seconds that steps with drafts take beyond others. A row of logits costs more than a token of a
+    prompt, and a step that is not followed ahead of its end takes the host's part too. The cost is slowly forgotten
+    while no drafts run, so they are tried again.
+    """
+
+    def __init__(self) -> None:
+        self._plain = StepCost()
+        self._extra = self._rows = 0.0
+        self._drafting = 0
+
+    def step_seconds(self, rows: int) -> float:
+        """Return the expected seconds of a step without drafts.
+
+        It is 0 if drafts have to wait until one is measured.
+        """
+        return self._plain.seconds(1, rows) if self._drafting < _MEASURED else 0.0
+
+    def row_seconds(self, per_token: float) -> float:
+        """Return the expected seconds of a drafted row.
+
+        Args:
+            per_token: seconds of a token of a prompt.
+        """
+        rows = _PRIOR_ROWS + self._rows
+        return max(0.0, (_PRIOR_ROWS * per_token + self._extra) / rows)
+
+    def learn(self, rows: int, drafted: int, seconds: float) -> None:
+        """Learn from a step of rows, and of drafted ones beside them.
+
+        Args:
+            seconds: time until the next step could begin.
+        """
+        kept = _ROWS_MEMORY if drafted else _ROWS_KEPT
+        self._extra, self._rows = kept * self._extra, kept * self._rows
+        if not drafted:
+            self._drafting = 0
+            self._plain.learn(rows, seconds)
+            return
+        self._drafting += 1
+        plain = self._plain.seconds(1, rows)
+        self._extra += min(seconds - plain, _LARGEST_SURPRISE * plain)
+        self._rows += drafted
+
+
 # Least part of the seconds of a step that prompts have, beside the tokens that run in any case.
 PROMPT_PART = 0.25
 

@@ -138,6 +138,71 @@ def test_steps_ahead_that_fail_and_run_again_give_the_tokens_of_the_host(seed, s
     assert drawn or slots == 0
 
 
+@pytest.mark.parametrize("slots", [0, 2, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_drafted_tokens_give_the_tokens_of_the_host(seed, slots):
+    count, accepted, drawn = 5, 0, 0
+    expected = expected_answers(random_sequences(seed, count))
+    sequences, rng = random_sequences(seed, count), np.random.default_rng(seed)
+    device = Device(EditLimits(slots, VOCABULARY))
+    while unfinished := [n for n in range(count) if sequences[n].num_generated < LENGTH]:
+        members = rng.permutation(unfinished)[: rng.integers(1, 4)].tolist()
+        unknown, drafts, rows = [], {}, []
+        for number in members:
+            sequence = sequences[number]
+            length, options = sequence.num_generated, sequence.generation
+            guesses = expected[number][len(sequence.token_ids) :][: rng.integers(0, 4)]
+            if options.bad_words or length < options.min_tokens or len(guesses) + length == LENGTH:
+                guesses = []
+            if guesses and rng.random() < 0.2:
+                guesses[-1] = 1 + guesses[-1]
+            if length and rng.random() < 0.5:
+                # the step before it has chosen a token that only the device knows
+                unknown.append((sequence, sequence.token_ids.pop()))
+                drafted = [unknown[-1][1], *guesses]
+            else:
+                drafted = guesses
+            ends = range(len(drafted) - len(guesses) + 1, len(drafted) + 1)
+            drafts[number] = guesses
+            rows += [(number, length + i, drafted[:end]) for i, end in enumerate(ends, 1)]
+        rows += [(number, sequences[number].num_generated, ()) for number in members]
+        held = {id(sequence) for sequence, _ in unknown}
+        rows = [
+            (n, length + (not drafted and id(sequences[n]) in held), drafted)
+            for n, length, drafted in rows
+        ]
+        numbers, lengths, drafted = zip(*rows, strict=True)
+        own = [sequences[number] for number in numbers]
+        draws = device.sampler.draws(own, lengths, drafted)
+        for sequence, token in unknown:
+            sequence.token_ids.append(token)
+        logits = torch.from_numpy(np.stack([*map(logits_of, numbers, lengths)]))
+        if draws is None:
+            tokens = [
+                each.token_id for each in device.sampler.sample(logits, own, lengths, drafted)
+            ]
+        else:
+            drawn += any(drafted)
+            inputs = [
+                (guesses or sequence.token_ids)[-1]
+                for sequence, guesses in zip(own, drafted, strict=True)
+            ]
+            tokens = device.run(draws, logits, inputs)
+        found = dict(zip(zip(numbers, lengths, strict=True), tokens, strict=True))
+        for number in members:
+            sequence = sequences[number]
+            sequence.token_ids.append(found[number, sequence.num_generated])
+            for guess in drafts[number]:
+                if sequence.token_ids[-1] != guess:
+                    break
+                accepted += 1
+                sequence.token_ids.append(found[number, sequence.num_generated])
+
+    assert [each.token_ids for each in sequences] == expected
+    assert accepted
+    assert drawn or slots < 8
+
+
 def test_a_list_is_sent_once_and_again_after_a_step_that_did_not_count():
     device = Device()
     sequence = sequence_of(1, 2, seed=1, frequency_penalty=0.5, repetition_penalty=1.1)

@@ -109,6 +109,7 @@ class KvExecutor(HeldExecutor):
         ended_in: the step in which a worker has ended, until the scheduler knows it; in a pipeline, others start.
         is_pending: returns whether a sequence gets no token in this step.
         seconds: returns the run time of a step.
+        idle: seconds between the end of a step and the start of one that does not follow it.
     """
 
     def __init__(self, bench, slots):
@@ -129,6 +130,7 @@ class KvExecutor(HeldExecutor):
         self.ended_in = None
         self.is_pending = lambda _: False
         self.seconds = lambda _: 1.0
+        self.idle = 0.0
 
     def result_of(self, batch):
         if batch.after is not None and batch.after == self.last_failed:
@@ -173,7 +175,8 @@ class KvExecutor(HeldExecutor):
                 of_rows += outputs[len(outputs) - len(chunk.samples) :]
         self.outputs = of_rows
         outputs = self._launched(batch) if batch.steps > 1 else outputs
-        return BatchResult(outputs, self.seconds(batch))
+        idle = self.idle if batch.after is None else 0.0
+        return BatchResult(outputs, self.seconds(batch), idle=idle)
 
     def _next_failure(self):
         """Return the failure of a step that starts, or None."""
@@ -518,7 +521,9 @@ class Bench:
         sequence, size = chunk.sequence, self.pool.block_size
         assert chunk.samples == (sequence,)
         assert chunk.follows is None
-        assert len(chunk.token_ids) == 1
+        # its last tokens are guesses of the tokens behind the known ones
+        assert chunk.token_ids == chunk.drafted[-1:]
+        assert chunk.end - len(chunk.drafted) == len(sequence.token_ids)
         # the last token of an answer never runs
         assert chunk.end < sequence.num_tokens + sequence.generation.max_tokens
         assert chunk.end > sequence.num_computed

@@ -18,6 +18,7 @@ from tests.backend.scheduling.iteration.test_random_streams import (
 )
 from varlen.errors import RequestError
 from varlen.scheduling.iteration.speculation import Drafter, Speculation
+from varlen.scheduling.iteration.step_size import DraftCost
 
 LIMITS = Speculation(num_tokens=4, shortest=2)
 
@@ -35,8 +36,8 @@ def test_a_draft_is_what_followed_the_last_tokens_before():
     assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
 
 
-def test_tokens_that_are_not_known_yet_are_left_out_of_a_draft():
-    assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 1, 2) == [4, 5]
+def test_tokens_that_are_not_known_yet_are_guessed_before_a_draft():
+    assert draft_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 1, 2) == [3, 4, 5]
 
 
 def test_nothing_is_drafted_behind_new_tokens():
@@ -147,3 +148,67 @@ def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode
     rows = sum(len(drafted_rows(step)) for step in bench.executor.steps)
     assert 0 < counts.accepted_tokens < counts.drafted_tokens <= rows
     bench.check_idle()
+
+
+def seconds_of(speculation, *, row, idle, rate, monkeypatch):
+    """Return the seconds of a stream on a virtual clock.
+
+    Args:
+        row: seconds of a row of logits; a token of a prompt takes a hundredth of a step, and a step one second.
+        idle: seconds of the host's part, which only a step that is followed ahead of its end hides.
+        rate: part of the tokens that are the one three before.
+    """
+
+    def next_token(token_ids, sample):
+        token = 1 + generation_next(token_ids, sample) % (generation.VOCABULARY - 1)
+        repeats = generation_next([*token_ids, token], sample) < rate * generation.VOCABULARY
+        return token_ids[-3] if repeats else token
+
+    def seconds(step):
+        lengths = [len(chunk.token_ids) for chunk in step.chunks]
+        rows = lengths.count(1)
+        return 1.0 + row * rows + 0.01 * (sum(lengths) - rows)
+
+    monkeypatch.setattr(generation, "next_token", next_token)
+    bench = Bench(num_blocks=200, step_tokens=64, slots=2, speculation=speculation)
+    bench.executor.seconds, bench.executor.idle = seconds, idle
+    rng = random.Random(0)
+    for length in (40, 50, 60, 70):
+        bench.submit([rng.randint(1, 9) for _ in range(20)], max_tokens=length)
+    bench.run_all()
+    return sum(seconds(step) + idle * (step.after is None) for step in bench.executor.steps)
+
+
+@pytest.mark.parametrize(
+    ("row", "idle", "rate", "most"),
+    [
+        (0.03, 0.0, 1.0, 0.55),
+        (0.25, 0.0, 0.75, 1.06),
+        (0.5, 0.0, 0.75, 1.06),
+        (0.1, 0.5, 0.75, 1.06),
+        (0.5, 0.5, 1.0, 1.06),
+    ],
+)
+def test_drafts_never_cost_more_than_they_save(row, idle, rate, most, monkeypatch):
+    figures = {"row": row, "idle": idle, "rate": rate, "monkeypatch": monkeypatch}
+    without, with_drafts = (seconds_of(each, **figures) for each in (None, LIMITS))
+    assert with_drafts < most * without
+
+
+def test_a_row_of_drafts_costs_what_steps_with_drafts_took_beyond_others():
+    cost = DraftCost()
+    assert cost.step_seconds(4) == 0.0
+    assert cost.row_seconds(0.01) == pytest.approx(0.01)
+    for _ in range(3):
+        cost.learn(4, 0, 1.0)
+    assert cost.step_seconds(4) == pytest.approx(1.0)
+    for _ in range(31):
+        cost.learn(4, 2, 1.5)
+    assert cost.row_seconds(0.01) == pytest.approx(0.25, rel=0.15)
+    # then a step without drafts is measured
+    cost.learn(4, 2, 1.5)
+    assert cost.step_seconds(4) == 0.0
+    for _ in range(5000):
+        cost.learn(4, 0, 1.0)
+    assert cost.step_seconds(4) == pytest.approx(1.0)
+    assert cost.row_seconds(0.01) == pytest.approx(0.01, rel=0.1)
