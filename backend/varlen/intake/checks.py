@@ -31,7 +31,6 @@ from varlen.request.request import (
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
 _WINDOWS_ONLY = LongTextRules()
-_AT_ONCE_BYTES = 256
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -261,12 +260,6 @@ class Intake:
     def term_text(self, term: int) -> str:
         """Return the text of a term, empty if the tokenizer does not have it."""
         return self.tokenizer.huggingface.id_to_token(term) or ""
-
-    @property
-    def at_once_bytes(self) -> int:
-        """Most bytes of a text that takes 0.1 ms; 0 where templates make prompts."""
-        has_template = self._chat_template is not None or self._pair_template is not None
-        return 0 if has_template else _AT_ONCE_BYTES
 
     @property
     def reads_sources(self) -> bool:

@@ -115,16 +115,12 @@ class TokenizerPool:
         threads: int = TOKENIZER_THREADS,
         name: str = "tokenizer",
         work: str = "the text was tokenized",
-        at_once_bytes: int = 0,
     ) -> None:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
             work: words for what a deadline came before.
-            at_once_bytes: most bytes of a draft that `submit` tokenizes itself while no other one waits: a thread takes
-                longer to wake up.
         """
-        self._at_once_bytes = at_once_bytes
         self._limits = limits
         self._stats = stats
         self._clock = clock
@@ -154,12 +150,12 @@ class TokenizerPool:
             return self._requests, self._bytes
 
     def submit(self, draft: Draft, reply: Reply, accept: Accept, *, arrival: float) -> None:
-        """Enqueue a draft; it is accepted as a request, or its reply fails.
+        """Enqueue a draft; it is accepted as a request, or its reply fails, later.
 
         Args:
             draft: has at least one step.
             reply: asked whether the client is still there.
-            accept: called once, from a thread of the pool or this one, unless the reply fails.
+            accept: called once, from a thread of the pool, unless the reply fails.
             arrival: arrival time of the request, in seconds of the clock.
 
         Raises:
@@ -175,16 +171,11 @@ class TokenizerPool:
             except QueueFullError:
                 self._stats.count_refusal("queue_full")
                 raise
-            is_alone = not self._requests and len(draft.steps) == 1
             self._requests += 1
             self._bytes += draft.num_bytes
             steps, number = deque(draft.steps), next(self._numbers)
-            work = _Work(steps, draft.options, reply, accept, arrival, number, draft.num_bytes)
-            if not is_alone or draft.num_bytes > self._at_once_bytes:
-                self._push(work)
-                self._changed.notify()
-                return
-        self._advance(work)
+            self._push(_Work(steps, draft.options, reply, accept, arrival, number, draft.num_bytes))
+            self._changed.notify()
 
     def step(self) -> bool:
         """Run the step that is due first; return whether any waited."""

@@ -194,9 +194,7 @@ class TritonPythonModel:
             config.max_queued_text_bytes,
             waiting_elsewhere=lambda: self._service.waiting_requests,
         )
-        self._pool = TokenizerPool(
-            limits, self._stats, at_once_bytes=self._service.intake.at_once_bytes
-        )
+        self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
         self._tracer = RequestTracer(args["model_name"], args["model_version"])
         self._outbox = Outbox(self._stats, names_codes=kind.streams, tracer=self._tracer)

@@ -134,20 +134,6 @@ def test_a_large_request_is_passed_only_by_what_comes_before_it_is_due():
     assert 12 <= served <= 15
 
 
-def test_a_short_text_is_tokenized_at_once_while_no_other_waits():
-    bench = Bench(at_once_bytes=256)
-
-    alone = bench.ask("alone", 256)
-    refused = bench.ask("refused", 8, errors=[(0, RequestError("no"))])
-
-    assert (rows_of(alone), refused.error.args) == ([[1]], ("no",))
-    assert bench.pool.depth == (0, 0)
-    for name, sizes in (("long", [257]), ("in steps", [8, 8]), ("behind", [8])):
-        bench.ask(name, *sizes)
-    assert [name for name, _ in bench.ran] == ["alone", "refused"]
-    assert bench.pool.depth == (3, 281)
-
-
 def test_a_short_text_never_waits_for_long_steps_of_others():
     pool = TokenizerPool(PoolLimits(100, 10**9, lambda: 0), Stats())
     pool.start()
