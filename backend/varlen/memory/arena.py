@@ -6,6 +6,7 @@ One per worker, on one device. Batches follow one another in it.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -161,9 +162,14 @@ class Region:
 
 
 class HighWater:
-    """The largest footprint of each window of batches, in bytes."""
+    """The largest footprint of each window of batches, in bytes.
+
+    Attributes:
+        last: footprint and peak of live bytes of the last batch.
+    """
 
     def __init__(self, window: int) -> None:
+        self.last = (0, 0)
         self._window = window
         self._batches = 0
         self._largest = 0
@@ -184,17 +190,24 @@ class Arena:
     Attributes:
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
-        capacity: largest size of the arena, in bytes: the footprint of the largest batch.
+        capacity: largest size of the arena, in bytes: the footprint of the largest batch of its programs.
     """
 
     def __init__(
-        self, layout: Layout, largest: Dims, device: torch.device, *, grows: bool = False
+        self,
+        layout: Layout,
+        largest: Dims,
+        device: torch.device,
+        *,
+        grows: bool = False,
+        room: int = 0,
     ) -> None:
         """Reserve address space for the largest batch, or memory.
 
         Args:
             layout: plan of the program that runs here.
             grows: whether a GPU allocates memory as batches need it, not for the largest one at once. A CPU does.
+            room: bytes that programs in `beside` need.
 
         Raises:
             MemoryError: the device has too little.
@@ -207,10 +220,17 @@ class Arena:
         # plan would need more.
         self._largest_plan = layout.plan(largest)
         # an anonymous mapping has at least one byte
-        self.capacity = max(1, self._largest_plan.footprint)
+        self.capacity = max(1, self._largest_plan.footprint, room)
         self._chunk = _new_chunk(self.capacity, device, grows=grows)
         self._high_water = HighWater(_WINDOW)
-        self._last = (0, 0)
+
+    def beside(self, layout: Layout, largest: Dims) -> "Arena":
+        """Return an arena in the same memory for another program, whose batches run between."""
+        other = copy(self)
+        other.layout, other.largest, other.max_tokens = layout, largest, largest["tokens"]
+        other._largest_plan = layout.plan(largest)
+        assert other._largest_plan.footprint <= self.capacity
+        return other
 
     @property
     def memory(self) -> Tensor:
@@ -218,7 +238,7 @@ class Arena:
         return self._chunk.memory[: self._chunk.reserved_bytes]
 
     def use(self) -> MemoryUse:
-        footprint, peak = self._last
+        footprint, peak = self._high_water.last
         plans = self.layout
         return MemoryUse(
             self._chunk.reserved_bytes,
@@ -252,7 +272,9 @@ class Arena:
         return region
 
     def allocate_several(self, parts: Sequence[Dims]) -> list[Region]:
-        """Return the regions of parts that run at the same time; none if too large."""
+        """Return regions of parts that run at the same time; none if too large together."""
+        if len(parts) == 1:
+            return [self.allocate(parts[0])]
         plans = [self.layout.plan(dims) for dims in parts]
         return self._reserve(plans) if _footprint(plans) <= self.capacity else []
 
@@ -264,7 +286,7 @@ class Arena:
             self._chunk.release(reached)
         if footprint > self._chunk.reserved_bytes:
             self._chunk.reserve(footprint)
-        self._last = footprint, sum(plan.peak_live for plan in plans)
+        self._high_water.last = footprint, sum(plan.peak_live for plan in plans)
         begins = accumulate(map(_room, plans), initial=0)
         return [
             Region(self._chunk.memory[begin : begin + plan.footprint], plan.offsets)
