@@ -45,14 +45,18 @@ class Form:
     says: str = field(default="")
 
 
-def save_quantized(folder: Path, name: str, kind: str = "LlamaForCausalLM") -> dict[str, Tensor]:
-    """Save a random checkpoint in a form, and return its quantized weights by name."""
-    form = FORMS[name]
-    save_checkpoint(folder, kind, **SIZES)
+def save_quantized(
+    folder: Path, name: str, kind: str = "LlamaForCausalLM", **sizes: Any
+) -> dict[str, Tensor]:
+    """Save a random checkpoint in a form, and return its quantized weights `[out, in]` by name."""
+    form, by_input = FORMS[name], kind.startswith("GPT2")
+    save_checkpoint(folder, kind, **(sizes or SIZES))
     tensors, expected = load_file(folder / WEIGHTS), {}
     torch.manual_seed(0)
-    for weight in [each for each in tensors if each.endswith("_proj.weight")]:
-        parts, expected[weight] = form.quantize(tensors.pop(weight))
+    ends = ("_attn.weight", "_proj.weight", "_fc.weight")
+    for weight in [each for each in tensors if each.endswith(ends)]:
+        stored = tensors.pop(weight)
+        parts, expected[weight] = form.quantize(stored.t() if by_input else stored)
         layer = weight.removesuffix(".weight")
         tensors |= {f"{layer}{end}": part.contiguous() for end, part in parts.items()}
     save_file(tensors, folder / WEIGHTS)
@@ -67,7 +71,11 @@ def widen(folder: Path, expected: Mapping[str, Tensor]) -> None:
     """Make a quantized checkpoint one of floats."""
     tensors = load_file(folder / WEIGHTS)
     layers = tuple(name.removesuffix("weight") for name in expected)
-    kept = {name: each for name, each in tensors.items() if not name.startswith(layers)}
+    kept = {
+        name: each
+        for name, each in tensors.items()
+        if name.endswith(".bias") or not name.startswith(layers)
+    }
     save_file(kept | {name: each.contiguous() for name, each in expected.items()}, folder / WEIGHTS)
     set_fields(folder, "config.json", quantization_config=None)
     for name in ("quantize_config.json", "quant_config.json"):
@@ -113,6 +121,12 @@ def _in_order(weight: Tensor, size: int = GROUP) -> Tensor:
     return torch.arange(weight.shape[1]) // size
 
 
+def _order(weight: Tensor) -> Tensor:
+    """Return an order of inputs, the same for layers with the same inputs."""
+    numbers = torch.Generator().manual_seed(weight.shape[1])
+    return torch.randperm(weight.shape[1], generator=numbers)
+
+
 def _awq(weight: Tensor) -> Parts:
     groups = _in_order(weight)
     codes, scale, zero = _affine(weight, 4, groups)
@@ -131,7 +145,7 @@ def _gptq(
     def quantize(weight: Tensor) -> Parts:
         groups = _in_order(weight)
         if ordered:
-            groups = groups[torch.randperm(len(groups))]
+            groups = groups[_order(weight)]
         codes, scale, zero = _affine(weight, bits, groups, symmetric=symmetric)
         zeros = _words(zero.t(), bits)
         if version == 1:
@@ -154,7 +168,7 @@ def _packed(
     def quantize(weight: Tensor) -> Parts:
         groups = _in_order(weight, size or weight.shape[1])
         if ordered:
-            groups = groups[torch.randperm(len(groups))]
+            groups = groups[_order(weight)]
         codes, scale, zero = _affine(weight, bits, groups, symmetric=symmetric)
         parts = {
             ".weight_packed": _words(codes, bits),

@@ -22,12 +22,10 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GeneratedPart, Generation, Translation
 from varlen_client.sync import Client
-from varlen_client.tasks.extraction import Span
-from varlen_client.tasks.masks import FilledToken
-from varlen_client.tasks.questions import ContextAnswer
+from varlen_client.tasks.extraction import ContextAnswer, Span
+from varlen_client.tasks.labels import FilledToken, LabelScore
 from varlen_client.tasks.tokens import Entity, TokenLabel
 from varlen_client.tasks.vectors import SparseVector
-from varlen_client.tasks.zero_shot import LabelScore
 from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy, Status
 from varlen_client.transport.transport import ServerIdentity

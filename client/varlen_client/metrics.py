@@ -27,16 +27,14 @@ class MetricsSample:
     queued_tokens: float
     requests: Mapping[str, float]
     """Requests since the server started, by outcome."""
-    sequences: float
     tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Requests, sequences and tokens per second between two samples."""
+    """Requests and tokens per second between two samples."""
 
     requests: float
-    sequences: float
     tokens: float
 
 
@@ -79,7 +77,6 @@ def read_metrics(page: str, model: str) -> MetricsSample | None:
         queued_requests=totals.get("varlen_queued_requests", 0.0),
         queued_tokens=totals.get("varlen_queued_tokens", 0.0),
         requests=outcomes,
-        sequences=totals.get("varlen_sequences_total", 0.0),
         tokens=totals.get("varlen_tokens_total", 0.0),
     )
 
@@ -93,7 +90,6 @@ def rates(before: MetricsSample, after: MetricsSample) -> Rates:
 
     return Rates(
         requests=per_second(sum(before.requests.values()), sum(after.requests.values())),
-        sequences=per_second(before.sequences, after.sequences),
         tokens=per_second(before.tokens, after.tokens),
     )
 

@@ -6,6 +6,7 @@ No task is left running: unfinished tasks are cancelled and awaited.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,10 @@ async def with_timeout(coroutine: Coroutine[object, object, _T], timeout: float 
     Not asyncio.wait_for: before Python 3.12 it can lose a cancellation that arrives as the inner
     task ends.
     """
+    if sys.version_info >= (3, 11):
+        # a task of its own would take as long as a small request to encode
+        async with asyncio.timeout(timeout):
+            return await coroutine
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout)

@@ -26,6 +26,9 @@ BLOCK = 96
 NO_TOKEN, MAX_WIDTH = -1, 128
 # Flags of a search: the token that is chosen is the last one; it ends once there are as many answers as beams.
 IS_LAST, ENDS_WHEN_FULL = 1, 2
+# Columns of `follow_beams`: row of the first beam of a search, number of beams, tokens of each beam with the one of
+# this step, and number of the first beam among all beams.
+FOLLOW_COLUMNS = 4
 # A token that is chosen on the device.
 NOT_GIVEN = -1
 # What the ranks and the width of tables for adapters are multiples of: columns that products read at a time.
@@ -120,10 +123,11 @@ ROTATE = Function(
     work_of_rows(-1),
 )
 MULTIPLY = Function("multiply", "x:matrix panels:matrix bias:row out=matrix kind:whole", _panels(1))
-# a word has eight codes, as many as it takes multiplications to read
+# a word has four or eight codes; it takes eight multiplications to read one
 MULTIPLY_BLOCKS = Function(
     "multiply_blocks",
-    "x:matrix panels:int32 scales:fp32 bias:row out=matrix size:whole",
+    "x:matrix panels:int32 scales:fp32 bias:row order:ids table:fp32_row out=matrix size:whole"
+    " bits:whole",
     _panels(1),
 )
 MULTIPLY_GROUPS = Function(

@@ -251,7 +251,7 @@ _ROWS = (
         reference.linear,
         _panel_product,
         "cpu",
-        functions.MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales size")),
+        functions.MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales order table size bits")),
         name="linear_blocks",
     ),
     Op(linear_int8, _int8_product, "cpu"),

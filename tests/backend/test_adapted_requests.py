@@ -1,5 +1,6 @@
 """Adapters with several outputs, samples, beams, other dtypes, ranks and stages."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,10 @@ from tests.backend.models.test_ranks import on_ranks
 from tests.backend.models.test_stages import on_stages, staged
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
+from tests.quantized import save_quantized, widen
 from varlen import Encoder
-from varlen.errors import AdapterFaultError, ConfigError
+from varlen.errors import AdapterFaultError, ConfigError, RequestError
+from varlen.execution import programs
 from varlen.execution.packing import ADAPTERS, part_of_step, source_arrays, step_arrays
 from varlen.execution.rank_link import NO_OTHERS
 from varlen.execution.runner import Runner
@@ -131,6 +134,33 @@ def test_a_generator_with_weights_of_few_bits_has_adapters(tmp_path, dtype):
             )
             assert errors[name].mean() < np.abs(found - other).mean() / 4
     assert errors["a"].mean() < 3 * errors[""].mean() + 0.05
+
+
+def test_layers_that_keep_codes_have_factors_and_are_replaced_by_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
+    kind, folder, floats = "LlamaForCausalLM", tmp_path / "codes", tmp_path / "floats"
+    expected = save_quantized(folder, "gptq-asymmetric")
+    shutil.copytree(folder, floats)
+    widen(floats, expected)
+    models = save_all(floats, kind, {"a": {"r": 4, "lora_alpha": 8}})
+    save_adapter(floats, kind, "whole", target_modules=["q_proj"], modules_to_save=["down_proj"])
+    shutil.copytree(floats / "adapters", folder / "adapters")
+    (row,) = rows_of(1, vocabulary=90)
+
+    with Generator.from_pretrained(folder, **{**_SHORT, "dtype": "auto"}) as generator:
+        (program,) = generator._service.model.runner.programs
+        found = [
+            generator.with_adapter(name).generate([row], max_tokens=6, logprobs=0, ignore_eos=True)
+            for name in models
+        ]
+        with pytest.raises(RequestError, match="down_proj.* whole, .* stays in 4 or 8 bits"):
+            generator.with_adapter("whole").generate([row])
+
+    assert {op.kernel for op in program.ops} >= {"linear_blocks", "add_adapters"}
+    for model, (answer,) in zip(models.values(), found, strict=True):
+        chosen = [entry.logprob for entry in answer.logprobs]
+        tokens = log_probabilities(model, row, list(answer.token_ids))
+        np.testing.assert_allclose(chosen, tokens, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

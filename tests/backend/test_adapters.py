@@ -452,7 +452,9 @@ def test_a_batch_of_32_adapters_at_random(tmp_path):
     "kind, options",
     [
         pytest.param("Qwen2ForCausalLM", {"temperature": 0.0}, id="decoder"),
-        pytest.param("MarianMTModel", {"beam_width": 1}, id="encoder-decoder"),
+        pytest.param(
+            "MarianMTModel", {"beam_width": 1}, id="encoder-decoder", marks=pytest.mark.full
+        ),
     ],
 )
 def test_steps_of_32_adapters_at_random(tmp_path, kind, options):

@@ -6,7 +6,7 @@ import torch
 from transformers import ZeroShotClassificationPipeline
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.tasks.zero_shot import Entailment, hypotheses, label_scores, parse_labels
+from varlen_client.tasks.labels import Entailment, hypotheses, label_scores, parse_labels
 
 LABELS = ["sports", "politics", "the sea"]
 ORDERS = [

@@ -5,15 +5,15 @@ from itertools import count
 
 import torch
 
-from varlen_kernels.reference.beam import NO_TOKEN, BeamCandidates
-from varlen_kernels.reference.beam_search import (
+from varlen_kernels.functions import (
     ENDS_WHEN_FULL,
     FOLLOW_COLUMNS,
     IS_LAST,
+    NO_TOKEN,
     NOT_GIVEN,
-    SearchResults,
-    SearchState,
 )
+from varlen_kernels.reference.beam import BeamCandidates
+from varlen_kernels.reference.beam_search import SearchResults, SearchState
 
 MOST_BEAMS, MOST_SLOTS, MOST_BLOCKS, BLOCK_SIZE = 5, 24, 6, 2
 

@@ -91,7 +91,7 @@ def gateway(server, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """Run in a folder with the files that the pages write: blocks read those of earlier ones."""
+    """Run in a folder with the files that blocks of the pages write."""
     monkeypatch.chdir(tmp_path)
     for block in blocks("sh", pages=PAGES):
         for words in commands(block):

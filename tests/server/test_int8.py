@@ -85,5 +85,5 @@ def test_quantized_checkpoints_answer_as_their_weights(tmp_path):
         assert tokens == [each.token_ids for each in expected], name
 
     assert "weights quantized by gptq: 14 of 4 bits in groups of 16; they are widened" in log
-    assert "14 of 4 bits in groups of 16; a CPU keeps the 4 bits of linear layers" in log
-    assert "linear layers that keep codes of 4 bits: 8" in log
+    assert "14 of 4 bits in groups of 16; a CPU keeps the codes of linear layers" in log
+    assert "linear layers that keep codes: 8" in log

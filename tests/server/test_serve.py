@@ -14,7 +14,9 @@ import numpy as np
 import openai
 import pytest
 
+from tests.checkpoints import save_checkpoint
 from tests.processes import is_gone
+from tests.tools.gguf_files import save_gguf
 from varlen_client import Client
 from varlen_client.gateway import GatewaySettings
 from varlen_tools.local_server import find_command
@@ -165,3 +167,17 @@ def test_the_printed_request_of_every_task_is_answered(tmp_path):
         rows = [[1, 2, 3], [1, 2]]
         with Client(server.grpc_url, model="embedder_ids") as client:
             assert np.allclose(client.embed(rows)[1], client.embed(rows[1:])[0], atol=1e-3)
+
+
+@pytest.mark.full
+def test_a_gguf_file_is_served(tmp_path):
+    pytest.importorskip("gguf")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    folder = save_checkpoint(tmp_path / "original", "LlamaForCausalLM", **sizes)
+    source = save_gguf(folder, tmp_path / "Tiny-Q8_0.gguf", kind="Q8_0")
+    with serving(str(source), cache=tmp_path / "cache") as it:
+        [line] = [each for each in it.lines if each.startswith("  curl")]
+        assert json.loads(send(line))["model"] == "tiny-q8_0"
+        assert any("Tiny-Q8_0.gguf: llama, " in each for each in it.lines)
+    with serving(str(source), cache=tmp_path / "cache") as it:
+        assert any("--force fetches it again" in each for each in it.lines)

@@ -585,11 +585,10 @@ def test_the_classifier_of_setfit_is_left_out_with_one_note(encoder, repository,
 @pytest.mark.parametrize(
     "files, message",
     [
-        (["config.json", "m-q4.gguf"], "holds weights of llama.cpp (m-q4.gguf)"),
         (["config.json", "onnx/model.onnx"], "holds only weights of ONNX (onnx/model.onnx)"),
         (["model.bin", "config.json", "vocabulary.json"], "holds a model of CTranslate2"),
     ],
-    ids=["gguf", "onnx", "ctranslate2"],
+    ids=["onnx", "ctranslate2"],
 )
 def test_a_form_that_is_not_served_is_not_downloaded(repository, hub, files, message):
     hub.files = files

@@ -37,7 +37,8 @@ FORMS = {
         "tokenizer.json is a pointer of Git LFS, not the file itself",
     ),
     "half": (cut, "it was not downloaded whole; download it again"),
-    "gguf": (only("m-q4.gguf"), "holds weights of llama.cpp (m-q4.gguf); take the checkpoint"),
+    # a load does not read it, fetch and serve do
+    "gguf": (only("m-q4.gguf"), "m-q4.gguf"),
     "onnx": (only("onnx/model.onnx"), "holds only weights of ONNX (onnx/model.onnx); take"),
     "ctranslate2": (only("model.bin", "shared_vocabulary.json"), "holds a model of CTranslate2"),
     "shards": (only("model-00001-of-00002.safetensors"), "whose index is missing: download"),
@@ -102,8 +103,6 @@ def test_a_folder_is_refused_with_what_it_holds(encoder, tmp_path, form, command
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_in_place_of_a_folder_is_refused(encoder, tmp_path, command):
-    write_file(encoder, "m-q4.gguf", "GGUF")
+    message = COMMANDS[command](encoder / WEIGHTS, tmp_path)
 
-    message = COMMANDS[command](encoder / "m-q4.gguf", tmp_path)
-
-    assert "holds weights of llama.cpp (m-q4.gguf); take the checkpoint" in message
+    assert f"{WEIGHTS} is a file, not a folder; give the checkpoint folder" in message

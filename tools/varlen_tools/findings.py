@@ -92,7 +92,6 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
             size += sum(BYTES[each.dtype] * prod(each.shape) for each in parts)
     parameters = sum(counts.values())
     task = config.task or checkpoint.task
-    keeps = config.keeps_codes and TASKS[task].is_iterative
     text, longest = text or TextFacts(), model_info.longest_sequence(task, checkpoint, config)
     return Findings(
         family=str(checkpoint.config["model_type"]),
@@ -116,7 +115,7 @@ def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = 
         notes=tuple(
             dict.fromkeys(
                 (
-                    *checkpoint_notes(checkpoint, task, longest, keeps_codes=keeps),
+                    *checkpoint_notes(checkpoint, task, longest, keeps_codes=config.keeps_codes),
                     *model_info.limit_notes(checkpoint, config, longest),
                     *unserved_head_notes(text.unserved),
                 )

@@ -1,6 +1,6 @@
 """The command `varlen quantize`: calibrates a checkpoint for `dtype: int8`.
 
-Writes int8.json into the checkpoint's folder and prints the quality. A model that is loaded without this file is
+Writes int8.safetensors into the checkpoint's folder and prints the quality. A model that is loaded without this file is
 calibrated then, on built-in texts; the file saves that time, and may come from texts of your own.
 """
 

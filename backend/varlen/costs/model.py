@@ -12,11 +12,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 
 from varlen.config import Execution
 from varlen.costs.batch_shape import BatchShape, FloatArray
+
+_Number = TypeVar("_Number", int, FloatArray)
 
 # Share of the logarithmic difference by which one batch moves its prediction, and the largest ratio that counts: other
 # work on the machine makes single batches many times slower.
@@ -64,13 +67,10 @@ class CostModel:
         for batch in measured:
             if not 0.0 < batch.seconds < math.inf:
                 raise ValueError(f"a batch took {batch.seconds} s; allowed: more than 0")
-        shapes = [batch.shape for batch in measured]
-        columns = [
-            np.array([float(getattr(shape, name)) for shape in shapes])
-            for name in ("sequences", "tokens", "squares", "longest")
-        ]
+        terms = np.array([self._terms_of(batch.shape) for batch in measured], float)
         seconds = np.array([batch.seconds for batch in measured])
-        self._floor, self._coefficients = _fit(np.stack(self._terms(*columns), axis=1), seconds)
+        self._floor, coefficients = _fit(terms, seconds)
+        self._coefficients: list[float] = coefficients.tolist()
 
     @classmethod
     def of_function(
@@ -94,11 +94,10 @@ class CostModel:
     @property
     def fixed_seconds(self) -> float:
         """Seconds that every batch above the floor takes, whatever its size."""
-        return float(self._coefficients[0])
+        return self._coefficients[0]
 
     def seconds(self, shape: BatchShape) -> float:
-        terms = self._terms(*_arrays(shape))
-        return max(self._floor, float(self._coefficients @ np.array(terms)[:, 0]))
+        return max(self._floor, sum(self._parts(shape)))
 
     def seconds_of(
         self, sequences: FloatArray, tokens: FloatArray, squares: FloatArray, longest: FloatArray
@@ -111,8 +110,8 @@ class CostModel:
 
     def refine(self, shape: BatchShape, seconds: float) -> None:
         """Move the prediction for a batch a little towards its measured time."""
-        parts = self._coefficients * np.array(self._terms(*_arrays(shape)))[:, 0]
-        linear = float(parts.sum())
+        parts = self._parts(shape)
+        linear = sum(parts)
         predicted = max(self._floor, linear)
         difference = math.log(
             min(max(seconds / predicted, 1 / _LARGEST_DIFFERENCE), _LARGEST_DIFFERENCE)
@@ -122,16 +121,27 @@ class CostModel:
             self._floor *= math.exp(step)
         else:
             # each number moves by its share in the cost; the steps add up to `step`
-            shares = parts / linear
-            self._coefficients = self._coefficients * np.exp(step * shares / (shares @ shares))
+            shares = [part / linear for part in parts]
+            step /= sum(share * share for share in shares)
+            pairs = zip(self._coefficients, shares, strict=True)
+            self._coefficients = [number * math.exp(step * share) for number, share in pairs]
+
+    def _parts(self, shape: BatchShape) -> list[float]:
+        """Return the seconds of each term of a batch."""
+        # one batch is asked for often: numbers of Python take a tenth of the time of arrays
+        pairs = zip(self._coefficients, self._terms_of(shape), strict=True)
+        return [number * term for number, term in pairs]
+
+    def _terms_of(self, shape: BatchShape) -> tuple[int, int, int, int]:
+        return self._terms(shape.sequences, shape.tokens, shape.squares, shape.longest)
 
     def _terms(
-        self, sequences: FloatArray, tokens: FloatArray, squares: FloatArray, longest: FloatArray
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        self, sequences: _Number, tokens: _Number, squares: _Number, longest: _Number
+    ) -> tuple[int, _Number, _Number, _Number]:
         if self.execution == "padded":
             tokens = sequences * longest
             squares = tokens * longest
-        return np.ones_like(sequences), sequences, tokens, squares
+        return 1, sequences, tokens, squares
 
 
 # Terms in the order in which they explain a few batches, which several sets of them fit: every token costs something.
@@ -141,12 +151,6 @@ _FIRST = [2, 0, 1, 3]
 def powers_of_two(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, which is always the last."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]
-
-
-def _arrays(shape: BatchShape) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    values = (shape.sequences, shape.tokens, shape.squares, shape.longest)
-    sequences, tokens, squares, longest = (np.array([float(value)]) for value in values)
-    return sequences, tokens, squares, longest
 
 
 def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:

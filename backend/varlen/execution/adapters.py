@@ -204,7 +204,8 @@ def _bound(stored: LoraFolder, recorded: AdapterTables, checkpoint: Checkpoint) 
     for name in weights:
         if name in recorded.cut:
             raise CheckpointError(
-                f'it brings the layer "{name}" whole, which ranks divide; serve the model in one process'
+                f'it brings the layer "{name}" whole, which ranks divide or which stays in 4 or 8 bits; serve it in one'
+                " process, with dtype: fp32"
             )
         if (name in biases) != (name in recorded.biased):
             raise CheckpointError(

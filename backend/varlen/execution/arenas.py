@@ -20,6 +20,8 @@ from varlen_kernels.reference.paged import FP8
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
 _GPU_BLOCK_TOKENS = 16
 _BLOCK_TOKENS = {"cpu": 64, "cuda": _GPU_BLOCK_TOKENS}
+# Most rows of a step of few rows; with more, products of cuBLAS take less time.
+MOST_ROWS = 64
 # GPUs with instructions that convert fp8, from this compute capability on.
 _FP8_CAPABILITY = (8, 9)
 
@@ -176,10 +178,23 @@ def batch_arenas(
         )
 
 
+def few_dims(largest: Dims) -> Dims:
+    """Return the dimensions of the largest step of few rows."""
+    return {name: min(size, MOST_ROWS) for name, size in largest.items()}
+
+
 def step_arenas(
-    programs: Sequence[Program], config: EngineConfig, device: torch.device, *, max_step_tokens: int
+    programs: Sequence[Program],
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    max_step_tokens: int,
+    few_rows: Program | None = None,
 ) -> tuple[Arena, ...]:
     """Return an arena for the largest step of each program.
+
+    Args:
+        few_rows: the first program for at most MOST_ROWS tokens, in the same arena.
 
     Raises:
         ConfigError: `arena_bytes` cannot hold them, or the device has too little memory.
@@ -191,7 +206,11 @@ def step_arenas(
     largest = with_adapted(largest, programs)
     processes = config.num_processes
     allowed = config.arena_limit(memory_of(device, processes)) // processes
-    needed = sum(layout.plan(largest).footprint for layout in layouts)
+    sizes = [layout.plan(largest).footprint for layout in layouts]
+    if few_rows is not None:
+        few = Layout(few_rows.buffers, alignment_of(device)).plan(few_dims(largest))
+        sizes[0] = max(sizes[0], few.footprint)
+    needed = sum(sizes)
     if needed > allowed:
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes; a step of {max_step_tokens} tokens needs {needed}:"
@@ -202,7 +221,8 @@ def step_arenas(
         " lower max_step_tokens"
     ):
         return tuple(
-            Arena(layout, largest, device, grows=config.growing_arena) for layout in layouts
+            Arena(layout, largest, device, grows=config.growing_arena, room=size)
+            for layout, size in zip(layouts, sizes, strict=True)
         )
 
 

@@ -232,6 +232,7 @@ class Decoder:
                 searches=self.searches,
                 edits=self.edits,
                 follow=self._follow,
+                few_rows=loaded.few_rows,
             )
             self.graph_use = self.steps.graph_use
         else:
@@ -483,6 +484,8 @@ class EncoderDecoder(Decoder):
             of_steps=True,
         )
         self._encode = partial(encoder.run, out=[])
+        if self._searching_steps is not None:
+            self._searching_steps.encoder = encoder
 
     def close(self) -> None:
         if self._sources is not None:

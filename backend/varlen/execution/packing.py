@@ -35,7 +35,14 @@ from varlen.request.request import (
 from varlen.request.spans import MAX_LABEL_ROWS
 from varlen.scheduling.batch import Batch, Chunk
 from varlen.scheduling.device_plan import BeamStep, DevicePlan, Draws, Edits, SampledToken
-from varlen_kernels.functions import ENDS_WHEN_FULL, IS_LAST, MAX_WIDTH, NO_TOKEN, NOT_GIVEN
+from varlen_kernels.functions import (
+    ENDS_WHEN_FULL,
+    FOLLOW_COLUMNS,
+    IS_LAST,
+    MAX_WIDTH,
+    NO_TOKEN,
+    NOT_GIVEN,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,9 +64,10 @@ _WIDTHS = 4
 _NOTHING_CHOSEN = DevicePlan()
 # Number of the step before, of a step that needs none.
 _NO_STEP = -1
-_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0, 0])
+_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0, 0, 0])
 _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: Arrays = {}
+_NO_SEARCHES: Int32Array = np.empty((0, FOLLOW_COLUMNS), np.int32)
 _NO_ADAPTERS: Mapping[str, int] = {}
 
 
@@ -392,8 +400,8 @@ class PackedStep:
     Attributes:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
-        order: its number, the number of the step that it needs, or -1, the slot of its logits, and whether the engine
-            reads these.
+        order: its number, the number of the step that it needs, or -1, the slot of its logits, whether the engine
+            reads these, and `Batch.launch_seconds` in microseconds.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
@@ -433,6 +441,10 @@ class PackedStep:
         """Whether the engine reads its logits: it chooses some of what follows."""
         return bool(self.order[3])
 
+    @property
+    def launch_seconds(self) -> float:
+        return float(self.order[4]) / 1e6
+
     def keep_logits(self, slot: int) -> None:
         self.order[2] = slot
 
@@ -466,7 +478,7 @@ def pack_step(
         np.array(step.copies, np.int32).reshape(-1, 2),
         sources,
         inputs,
-        np.array([step.number, after, 0, not plan.is_whole], np.int64),
+        np.array([step.number, after, 0, not plan.is_whole, 1e6 * step.launch_seconds], np.int64),
         followed(step.chunks),
         {} if plan.draws is None else edit_arrays(plan.draws),
         {} if plan.draws is None else draw_arrays(plan.draws),
@@ -511,14 +523,15 @@ def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
     """Return the part of some searches of a step that only searches take.
 
     Args:
+        step: has a source for each search that begins, or none.
         first, last: number of the first of these searches, and the one after the last.
     """
-    follows, rules = step.beams["searches"], step.searches
-    if last - first == len(follows):
+    rules, follows = step.searches, step.beams.get("searches", _NO_SEARCHES)
+    if last - first == len(rules["searches"]):
         return step
-    begin = int(follows[first, 0])
-    end = int(follows[last - 1, :2].sum())
-    own = slice(begin, end)
+    searches = rules["searches"][first:last].copy()
+    begin, end = int(searches[0, 0]), int(searches[-1, :2].sum())
+    own, slots = slice(begin, end), slice(searches[0, 8], searches[-1, [2, 8]].sum())
     inputs = {name: array[own] for name, array in step.inputs.items()}
     for name, of_blocks in _BOUNDS.items():
         if name in step.inputs:
@@ -527,26 +540,37 @@ def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
             if of_blocks:
                 inputs[of_blocks] = step.inputs[of_blocks][bounds[0] : bounds[-1]]
     inputs["logit_rows"] = inputs["logit_rows"] - begin
-    searches = rules["searches"][first:last].copy()
     ends = slice(searches[0, 6], searches[-1, 7])
     searches[:, 0] -= begin
     searches[:, 6:8] -= ends.start
-    searches[:, 8] -= begin
-    of_beams = follows[first:last].copy()
-    of_beams[:, [0, 3]] -= begin
+    searches[:, 8] -= slots.start
+    follows = follows[slice(*np.searchsorted(follows[:, 0], (begin, end)))].copy()
+    beams: Arrays = {}
+    if len(follows):
+        of_beams = slice(follows[0, 3], follows[-1, [1, 3]].sum())
+        follows[:, 0] -= begin
+        follows[:, 3] -= of_beams.start
+        slots_and_given = {name: step.beams[name][of_beams] for name in ("beam_slots", "given")}
+        beams = {"searches": follows, **slots_and_given}
+    sources: Arrays = {}
+    # searches that begin, up to each one
+    begun = np.cumsum(rules["searches"][:, 3] == 1)
+    begin_source, end_source = begun[first - 1] if first else 0, begun[last - 1]
+    if step.sources and begin_source < end_source:
+        bounds = step.sources["cu_seqlens"][begin_source : end_source + 1]
+        tokens = slice(bounds[0], bounds[-1])
+        sources = {name: array[tokens] for name, array in step.sources.items()}
+        sources["cu_seqlens"] = bounds - bounds[0]
     bans = slice(*np.searchsorted(rules["banned_rows"], (begin, end)))
     return replace(
         step,
+        sources=sources,
         inputs=inputs,
-        beams={
-            "searches": of_beams,
-            "beam_slots": step.beams["beam_slots"][own],
-            "given": step.beams["given"][own],
-        },
+        beams=beams,
         searches={
             **rules,
             "searches": searches,
-            "beam_slots": rules["beam_slots"][own],
+            "beam_slots": rules["beam_slots"][slots],
             "divisors": rules["divisors"][first:last],
             "ends": rules["ends"][ends],
             "rows": rules["rows"][own] - begin,

@@ -26,6 +26,7 @@ from varlen.execution.arenas import KvSize, kv_size
 from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths, in_large_pages
 from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
+from varlen.execution.cuda.step_fusion import fuse_steps
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.calibrated_models import (
     CALIBRATION_KV,
@@ -73,6 +74,7 @@ class LoadedPrograms:
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
         parts: the part of each stage of each program; empty without stages.
+        few_rows: a step of few rows on a GPU, if it has a program of its own.
     """
 
     programs: tuple[Program, ...]
@@ -85,6 +87,7 @@ class LoadedPrograms:
     parts: Sequence[Sequence[StageProgram]] = ()
     adapters: Adapters | None = None
     tables: AdapterTables | None = None
+    few_rows: Program | None = None
 
 
 def load_programs(
@@ -133,6 +136,8 @@ def load_programs(
             link=NO_OTHERS if loaded.parts else link,
         )
         loaded = replace(loaded, programs=in_large_pages(tuple(map(choose, loaded.programs))))
+    elif loaded.kv is not None:
+        loaded = replace(loaded, few_rows=fuse_steps(loaded.programs[0]))
     if (tables := loaded.tables) is not None:
         slots = f"{tables.slots} of ranks {sum(tables.ranks.values())}"
         loaded = replace(loaded, cost_fields={**loaded.cost_fields, "adapters": slots})
@@ -177,7 +182,7 @@ def _record(
         fields["kv_cache"] = config.kv_cache_dtype
     kernels_used = Counter(op.kernel for program in programs for op in program.ops)
     if kept := kernels_used["linear_blocks"]:
-        _log.info("linear layers that keep codes of 4 bits: %d", kept)
+        _log.info("linear layers that keep codes: %d", kept)
         fields["linear_blocks"] = str(kept)
     name = dtype.removeprefix("torch.")
     if loading.codes is not None:
@@ -265,7 +270,7 @@ class _Loading:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether linear layers of a model that generates keep codes of 4 bits."""
+        """Whether linear layers of a decoder keep codes."""
         return self.config.keeps_codes and self.device.type == "cpu" and has_compiled_ops()
 
     def new_recorder(
@@ -289,7 +294,12 @@ class WholeSequences:
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading = loading
         self._encoder = load_encoder(
-            loading.checkpoint, loading.dtype, loading.weights_device, loading.rank, stage
+            loading.checkpoint,
+            loading.dtype,
+            loading.weights_device,
+            loading.rank,
+            stage,
+            keeps_codes=loading.keeps_codes,
         )
         self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size

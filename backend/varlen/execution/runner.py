@@ -190,7 +190,11 @@ class Runner:
         loaded = self._load(Steps, checkpoint, task, longest=longest, seconds=config.warmup_seconds)
         assert loaded.kv is not None
         self.arenas = step_arenas(
-            self.programs, config, self.device, max_step_tokens=max_step_tokens
+            self.programs,
+            config,
+            self.device,
+            max_step_tokens=max_step_tokens,
+            few_rows=loaded.few_rows,
         )
         self._map_handoffs()
         self.state = (EncoderDecoder if is_translation else Decoder)(

@@ -5,6 +5,7 @@ One per worker, on one device. Batches follow one another in it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 
 import torch
@@ -48,19 +49,34 @@ class Arena(PlannedMemory):
     _pages: Chunk
 
     def __init__(
-        self, layout: Layout, largest: Dims, device: torch.device, *, grows: bool = False
+        self,
+        layout: Layout,
+        largest: Dims,
+        device: torch.device,
+        *,
+        grows: bool = False,
+        room: int = 0,
     ) -> None:
         """Reserve address space for the largest batch, or memory.
 
         Args:
             layout: plan of the program that runs here.
             grows: whether a GPU allocates memory as batches need it, not for the largest one at once. A CPU does.
+            room: bytes that programs in `beside` need.
 
         Raises:
             MemoryError: the device has too little.
         """
         self.device = device
-        super().__init__(layout, largest, partial(_new_chunk, device=device, grows=grows))
+        super().__init__(layout, largest, partial(_new_chunk, device=device, grows=grows), room)
+
+    def beside(self, layout: Layout, largest: Dims) -> "Arena":
+        """Return an arena in the same memory for another program, whose batches run between."""
+        other = copy(self)
+        other.layout, other.largest, other.max_tokens = layout, largest, largest["tokens"]
+        other._largest_plan = layout.plan(largest)
+        assert other._largest_plan.footprint <= self.capacity
+        return other
 
     @property
     def memory(self) -> Tensor:

@@ -251,9 +251,14 @@ class HostPages:
 
 
 class HighWater:
-    """The largest footprint of each window of batches, in bytes."""
+    """The largest footprint of each window of batches, in bytes.
+
+    Attributes:
+        last: footprint and peak of live bytes of the last batch.
+    """
 
     def __init__(self, window: int) -> None:
+        self.last = (0, 0)
         self._window = window
         self._batches = 0
         self._largest = 0
@@ -301,14 +306,17 @@ class PlannedMemory:
     Attributes:
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
-        capacity: largest size, in bytes: the footprint of the largest batch.
+        capacity: largest size, in bytes: the footprint of the largest batch of its programs.
     """
 
-    def __init__(self, layout: Layout, largest: Dims, pages: Callable[[int], Pages]) -> None:
+    def __init__(
+        self, layout: Layout, largest: Dims, pages: Callable[[int], Pages], room: int = 0
+    ) -> None:
         """Plan the largest batch.
 
         Args:
             pages: returns memory of a capacity.
+            room: bytes that it has at least.
 
         Raises:
             MemoryError: there is too little.
@@ -320,13 +328,12 @@ class PlannedMemory:
         # plan would need more.
         self._largest_plan = layout.plan(largest)
         # an anonymous mapping has at least one byte
-        self.capacity = max(1, self._largest_plan.footprint)
+        self.capacity = max(1, self._largest_plan.footprint, room)
         self._pages = pages(self.capacity)
         self._high_water = HighWater(_WINDOW)
-        self._last = (0, 0)
 
     def use(self) -> MemoryUse:
-        footprint, peak = self._last
+        footprint, peak = self._high_water.last
         plans = self.layout
         return MemoryUse(
             self._pages.reserved_bytes,
@@ -354,7 +361,9 @@ class PlannedMemory:
         return region
 
     def allocate_several(self, parts: Sequence[Dims]) -> list[Region]:
-        """Return the regions of parts that run at the same time; none if too large."""
+        """Return regions of parts that run at the same time; none if too large together."""
+        if len(parts) == 1:
+            return [self.allocate(parts[0])]
         plans = [self.layout.plan(dims) for dims in parts]
         return self._regions(plans) if footprint_of(plans) <= self.capacity else []
 
@@ -388,7 +397,7 @@ class PlannedMemory:
             self._pages.release(reached)
         if footprint > self._pages.reserved_bytes:
             self._pages.reserve(footprint)
-        self._last = footprint, sum(plan.peak_live for plan in plans)
+        self._high_water.last = footprint, sum(plan.peak_live for plan in plans)
         return list(accumulate(map(_room, plans[:-1]), initial=0))
 
 

@@ -64,7 +64,7 @@ class Options:
         theta: base of rotary positions where config.json does not say it.
         are_head_norms_last: whether these norms follow rotary positions.
         is_fused: whether a file has one matrix for queries, keys and values, and one for gates and what they multiply.
-        has_partial_rotary: whether config.json may let some features of a head rotate, or have longrope.
+        has_partial_rotary: whether config.json may let some features of a head rotate.
     """
 
     fields: frozenset[str] = frozenset()
@@ -172,8 +172,12 @@ def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
 
 def _read_rotary(config: Json) -> RotaryConfig:
     options = OPTIONS[config["model_type"]]
-    dim = _read_heads(config).dim if options.has_partial_rotary else None
-    return read_rotary(config, default_theta=options.theta, partial_dim=dim)
+    return read_rotary(
+        config,
+        default_theta=options.theta,
+        dim=_read_heads(config).dim,
+        is_partial=options.has_partial_rotary,
+    )
 
 
 def _read_windows(config: Json) -> tuple[int, ...]:

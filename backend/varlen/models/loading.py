@@ -50,11 +50,13 @@ def load_encoder(
     device: torch.device,
     rank: Rank = ALONE,
     stage: StageLayers | None = None,
+    *,
+    keeps_codes: bool = False,
 ) -> EncoderModel:
     """Return the model of a checkpoint, or a part, for tasks of one step.
 
     The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
-    docs/decisions/0039-scores-in-fp32.md.
+    docs/decisions/0039-scores-in-fp32.md. `load_decoder` says what `keeps_codes` is.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
@@ -62,7 +64,7 @@ def load_encoder(
     has_scores = checkpoint.num_labels or checkpoint.extraction is not None
     last_dtype = torch.float32 if has_scores else dtype
     if checkpoint.is_decoder:
-        decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage)
+        decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage, keeps_codes=keeps_codes)
         return OneStepDecoder(decoder, checkpoint.is_causal)
     model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
     return model
@@ -129,7 +131,7 @@ def load_decoder(
     """Return the decoder of a checkpoint whose `is_decoder` is true, or a part.
 
     Args:
-        keeps_codes: whether linear layers keep codes of 4 bits.
+        keeps_codes: whether linear layers of a decoder keep the codes of quantized weights.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.

@@ -27,7 +27,7 @@ Bounds: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """What a rank has of a layer.
+    """What a rank has of a layer, or of one that keeps codes.
 
     Attributes:
         shape: inputs and outputs of the whole layer.
@@ -44,7 +44,7 @@ class LayerPart(NamedTuple):
 
     Attributes:
         width: its outputs here; 0 where no adapter can change them.
-        cut: the part of a rank; None for all of it.
+        cut: the part of a rank, or all of a layer that keeps codes; None for all of a layer in floats.
     """
 
     name: str
@@ -91,7 +91,7 @@ class AdapterTables:
         replaced: names of the layers that an adapter brings whole, such as a classifier.
         seen: inputs and outputs of each layer that a recording has, by its name in the checkpoint.
         biased: names of the seen layers that have a bias.
-        cut: names of the seen layers that ranks divide.
+        cut: names of the seen layers that ranks divide, or that keep codes.
         layers: the layers that were recorded with tables, by the name of their first part.
     """
 

@@ -267,7 +267,7 @@ class Recorder(Recording):
         return self.record("embed", token_ids, *tables, scale=scale)
 
     def linear(self, x: Value, weight: Weights, bias: Tensor | None) -> Value:
-        """Record a linear layer of a tensor, or of codes of 4 bits in blocks."""
+        """Record a linear layer of a tensor, or of codes in blocks."""
         kernel = "linear" if isinstance(weight, Tensor) else "linear_blocks"
         return self.record(kernel, x, weight, bias)
 

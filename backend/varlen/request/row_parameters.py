@@ -399,7 +399,8 @@ class RowParameters:
             if parameter.read is not None:
                 values[name] = parameter.read(value)
             parameter.check(name, values[name])
-        return cls(**values)  # type: ignore[arg-type]  # every value is checked
+        # most requests have none
+        return cls(**values) if values else DEFAULT_PARAMETERS  # type: ignore[arg-type]  # every value is checked
 
     @property
     def prefix(self) -> TextPrefix:
@@ -451,6 +452,7 @@ def reads(name: str, further: Task) -> bool:
     return name in _OF_ANSWERS and further in ROW_PARAMETERS[name].tasks
 
 
+DEFAULT_PARAMETERS = RowParameters()
 ROW_PARAMETERS = parameters_of(RowParameters)
 # Parameters of every task; `skip_special_tokens` is also an option of generation.
 COMMON_PARAMETERS = MappingProxyType(

@@ -87,6 +87,7 @@ class Batch:
         after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
             run.
         steps: most steps of its launch; more than one only of searches; their chunks are of the first step.
+        launch_seconds: no step begins that would probably end later than this after the begin of its launch.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -98,6 +99,7 @@ class Batch:
     number: int = 0
     after: int | None = None
     steps: int = 1
+    launch_seconds: float = 0.0
 
     @property
     def prompts(self) -> list[Prompt]:

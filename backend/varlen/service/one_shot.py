@@ -194,7 +194,7 @@ class EncoderParts:
         )
         longest = info.max_sequence_tokens
         limits = limit_notes(checkpoint, config, longest, info.max_arena_tokens)
-        log_notes(checkpoint, info.task, longest, limits)
+        log_notes(checkpoint, info.task, longest, limits, keeps_codes=config.keeps_codes)
 
 
 def _close(executor: ModelExecutor, workers: Workers) -> None:

@@ -169,7 +169,7 @@ def log_notes(
     longest: int,
     limits: Sequence[str],
     *,
-    keeps_codes: bool = False,
+    keeps_codes: bool,
 ) -> None:
     """Log what a user should know of a checkpoint, and limits below its own.
 

@@ -7,7 +7,7 @@ classes.
 from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -215,6 +215,7 @@ def _cut_side(given: RowParameters, intake: Intake) -> TruncationSide | None:
     return intake.cut_side(given) if given.is_cut else None
 
 
+@cache
 def _names_of(task: Task, further: tuple[Task, ...]) -> tuple[str, ...]:
     return tuple(
         name

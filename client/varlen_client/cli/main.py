@@ -58,9 +58,8 @@ _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 # The commands of this distribution by their module.
 _OWN = {
     "generate": ("generate", "translate"),
-    "batch": ("batch",),
     "rows": ("similarity", *COMMANDS),
-    "serve_http": ("serve-http",),
+    "serve_http": ("serve-http", "batch"),
     "status": ("status",),
 }
 # The distribution that has all others.

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from varlen_client.errors import VarlenClientError
 from varlen_client.gateway.errors import client_error_body
-from varlen_client.gateway.json_writing import Rows, json_bytes, usage_of
+from varlen_client.gateway.json_io import Rows, json_bytes, usage_of
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
 

@@ -15,7 +15,7 @@ from varlen_client.gateway.batches import add_batch_routes
 from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.errors import add_error_handlers
 from varlen_client.gateway.front import add_front_routes
-from varlen_client.gateway.json_reading import BodyRoute
+from varlen_client.gateway.json_io import BodyRoute
 from varlen_client.gateway.metrics import path_names
 from varlen_client.gateway.models import Connect, Gateway, read_query_model
 from varlen_client.gateway.routes import ROUTES

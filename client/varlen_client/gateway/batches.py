@@ -32,8 +32,7 @@ from starlette.types import ASGIApp
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import Fields
 from varlen_client.gateway.forms import FILES_PATH, MAX_FORM_BYTES, read_form
-from varlen_client.gateway.json_reading import MAX_IDS, MAX_VALUES, size_of
-from varlen_client.gateway.json_writing import json_response
+from varlen_client.gateway.json_io import MAX_IDS, MAX_VALUES, json_response, size_of
 from varlen_client.gateway.models import IN_PROCESS, TENANT, Gateway, tenant_of
 from varlen_client.gateway.routes import ROUTES
 from varlen_client.waits import cancel_all

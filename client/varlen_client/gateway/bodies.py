@@ -6,7 +6,7 @@ Fields that cut texts have the names of every interface. TEI says `truncate: tru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
@@ -347,13 +347,18 @@ def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
     """Return one text, or one list of token ids, per row.
 
     Raises:
-        InvalidRequest: there is no row, or more than MAX_INPUTS.
+        InvalidRequest: see `check_rows`.
     """
     is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
     rows = [texts] if is_one else texts
+    check_rows(name, rows)
+    return cast("list[str] | list[list[int]]", rows)
+
+
+def check_rows(name: str, rows: Sequence[object]) -> None:
+    """Raise InvalidRequest unless there are 1 to MAX_INPUTS rows."""
     if not 1 <= len(rows) <= MAX_INPUTS:
         raise InvalidRequest(f"{name} has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
-    return cast("list[str] | list[list[int]]", rows)
 
 
 def check_repeated(name: str, text: str, times: int) -> None:

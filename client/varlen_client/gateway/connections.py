@@ -36,6 +36,9 @@ _BODY_START = 4 << 10
 # Part of the bodies that are closed together, so that few new connections compare all bodies.
 _CLOSED_PART = 16
 
+# In the scope of a request: the server calls this function when the client leaves before its answer is complete.
+LEFT = "varlen.left"
+
 # What a connection does: `closing` has its answer, and drops the rest of its body; `stuck` has a client that reads no
 # answer, or is closed once it has; `running` waits for an answer.
 State: TypeAlias = Literal["closing", "idle", "body", "running", "stuck"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -16,14 +17,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varlen_client.gateway import GatewaySettings
-from varlen_client.gateway.connections import BODY_RATE
+from varlen_client.gateway.connections import BODY_RATE, LEFT
 from varlen_client.gateway.errors import error_response, overload_response
 from varlen_client.gateway.forms import FILES_PATH, MAX_FORM_BYTES
 from varlen_client.gateway.front import shows_page
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.models import IN_PROCESS, TENANT, tenant_of
 from varlen_client.transport.transport import trace_context
-from varlen_client.waits import cancel_all
 
 # Probes have no key, and the reference of routes is no secret. Neither is the page of `/`.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
@@ -113,7 +113,7 @@ class Edge:
         try:
             body = await self._body_or_error(receive)
             if isinstance(body, bytes):
-                await self._run(scope, body, receive, send)
+                await self._run(scope, body, send)
                 return
         finally:
             self._in_flight -= 1
@@ -200,7 +200,7 @@ class Edge:
                 break
         return len(body) > self._max_body_bytes
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, body: bytes, send: Send) -> None:
         """Run the route; cancel it when the client leaves or reads too slowly.
 
         It runs in this task: each task of its own costs as much as reading a small body.
@@ -213,10 +213,6 @@ class Edge:
             # the disconnect is seen here, not in the route
             return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-        async def wait_until_left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
         headers = Headers(scope=scope)
         stop, why = _canceller(), list[type[Exception]]()
 
@@ -225,8 +221,7 @@ class Edge:
                 why.append(reason)
                 stop()
 
-        left = asyncio.ensure_future(wait_until_left())
-        left.add_done_callback(lambda _: end(_ClientLeft))
+        scope[LEFT] = partial(end, _ClientLeft)
         late = asyncio.get_running_loop().call_later(self._seconds, end, _TooLate)
         try:
             with trace_context(headers.getlist("traceparent"), headers.getlist("tracestate")):
@@ -239,7 +234,6 @@ class Edge:
             # nothing ends this task from here on
             why.append(_ClientLeft)
             late.cancel()
-            await cancel_all([left])
 
 
 def _canceller() -> Callable[[], object]:

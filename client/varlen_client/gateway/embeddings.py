@@ -31,15 +31,13 @@ from varlen_client.gateway.bodies import (
     given_options,
     rows_of,
 )
-from varlen_client.gateway.json_reading import read_body
-from varlen_client.gateway.json_writing import Blocks, Rows, json_bytes, json_response, listed
+from varlen_client.gateway.json_io import Blocks, Rows, json_bytes, json_response, listed, read_body
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
 from varlen_client.gateway.unserved_fields import COHERE, EMBEDDINGS, OUTPUTS
 from varlen_client.tasks.answers import Vectors
 from varlen_client.tasks.row_task import InputType
-from varlen_client.tasks.several import several
-from varlen_client.tasks.vectors import EMBED, SparseVector
+from varlen_client.tasks.vectors import EMBED, SparseVector, several
 from varlen_client.wire import Floats
 
 VectorType: TypeAlias = Literal["float", "base64"]
@@ -61,18 +59,11 @@ _RETURNED: Mapping[str, str] = {
 _MAX_TYPES = 2
 
 
-def encoded_json(array: Floats, name: VectorType) -> bytes:
-    """Return the JSON of an array in a form of `encoded`."""
+def encoded(array: Floats, name: VectorType) -> bytes:
+    """Return the JSON of an array: numbers, or OpenAI's base64 of little-endian fp32."""
     if name == "base64":
         return b'"%b"' % base64.b64encode(array.astype("<f4", copy=False).tobytes())
     return json_bytes(array.tolist())
-
-
-def encoded(array: Floats, name: VectorType) -> Any:
-    """Return an array as numbers, or as OpenAI's base64: little-endian fp32, row by row."""
-    if name == "base64":
-        return base64.b64encode(array.astype("<f4").tobytes()).decode()
-    return array.tolist()
 
 
 class VectorFields(InstructionFields):
@@ -170,7 +161,7 @@ def _listed(name: str, body: EmbeddingsBody, vectors: Vectors, tokens: int | Non
     """Return the answer with these vectors."""
     form = body.encoding_format
     data = (
-        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, encoded_json(vector, form))
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, encoded(vector, form))
         for index, vector in enumerate(vectors)
     )
     return listed(name, data, tokens)

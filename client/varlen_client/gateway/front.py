@@ -28,7 +28,7 @@ from starlette.types import Scope
 from varlen_client.errors import ModelNotFound
 from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.errors import error_response
-from varlen_client.gateway.json_writing import json_response
+from varlen_client.gateway.json_io import json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.routes import EXAMPLES_BY_TASK
 from varlen_client.wire import ModelInfo, ModelState

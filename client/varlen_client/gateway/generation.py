@@ -26,7 +26,7 @@ from varlen_client.gateway.answers import (
     whole_answer,
 )
 from varlen_client.gateway.bodies import ListOf, Object, Texts, refused_field, rows_of
-from varlen_client.gateway.json_writing import json_response
+from varlen_client.gateway.json_io import json_response
 from varlen_client.gateway.models import Gateway, NamedModel
 from varlen_client.gateway.sampling import SamplingBody
 from varlen_client.gateway.tools import (

@@ -29,7 +29,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from varlen_client.gateway import GatewaySettings
-from varlen_client.gateway.connections import ACCEPTED_TOGETHER, Connection, Connections, State
+from varlen_client.gateway.connections import (
+    ACCEPTED_TOGETHER,
+    LEFT,
+    Connection,
+    Connections,
+    State,
+)
 from varlen_client.gateway.errors import error_response
 
 # Time of requests in progress to end when the gateway stops.
@@ -60,6 +66,7 @@ _PIECE_BYTES = 4 << 10
 # Unparsed bytes of a connection above which nothing more is read from its socket.
 _MAX_UNPARSED = 64 << 10
 _HEALTH = b"GET /health "
+_STATUS = b"HTTP/1.1 "
 
 
 class GatewayServer(uvicorn.Server):
@@ -117,13 +124,30 @@ class _Refused(Exception):  # noqa: N818 - the client's error
 
 
 class _Gate:
-    """The transport that uvicorn gets; the connection decides about closing and reading."""
+    """The transport that uvicorn gets; the connection decides about closing and reading.
+
+    The head of an answer leaves with what is written behind it in the same turn of the loop: a send to the socket takes
+    as long as a small route.
+    """
 
     def __init__(self, connection: LimitedConnection, transport: asyncio.Transport) -> None:
-        self._connection, self._transport = connection, transport
+        self._connection, self._transport, self._head = connection, transport, b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(_STATUS):
+            self._head = data
+            self._connection.loop.call_soon(self.flush)
+        else:
+            self.flush(data)
+
+    def flush(self, data: bytes = b"") -> None:
+        """Send what is held, and these bytes."""
+        if data := self._head + data:
+            self._head = b""
+            self._transport.write(data)
 
     def close(self) -> None:
         self._connection.end()
@@ -156,7 +180,8 @@ class LimitedConnection(HttpToolsProtocol, Connection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for a head."""
         self._socket = transport
-        super().connection_made(_Gate(self, transport))  # type: ignore[arg-type]
+        self._gate = _Gate(self, transport)
+        super().connection_made(self._gate)  # type: ignore[arg-type]
         self.address = _network(self.client[0] if self.client else "")
         self._all.add(self)
         self._start("head", HEAD_SECONDS)
@@ -230,6 +255,7 @@ class LimitedConnection(HttpToolsProtocol, Connection):
         """Close the connection after what is written; the rest of an unread request is dropped."""
         if self.is_over:
             return
+        self._gate.flush()
         self.is_over = True
         has_more = self._running is not None and self._running.more_body
         has_rest = self._is_refused or has_more or bool(self._unparsed)
@@ -459,6 +485,9 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     """Tell the application that its client has left."""
     cycle.disconnected = True
     cycle.message_event.set()
+    leave = cycle.scope.get(LEFT)
+    if callable(leave):
+        leave()
 
 
 @lru_cache(1024)

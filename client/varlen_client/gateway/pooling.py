@@ -1,4 +1,8 @@
-"""`/classify` and `/pooling` of vLLM: scores of all labels, and the output of a model."""
+"""Labels and outputs of models: vLLM's `/classify` and `/pooling`, and NeMo Guardrails' `/v1/extract`.
+
+`/v1/extract` has the fields of `nemoguardrails.library.gliner.models` in the documentation of NeMo Guardrails. `schema`
+and its answer follow the library gliner2.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,27 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import StrictStr
+from pydantic import Field, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import OpenAIBody, TextFields, Texts, given_options, rows_of
+from varlen_client.gateway.bodies import (
+    ListOf,
+    OpenAIBody,
+    RequestBody,
+    TextFields,
+    Texts,
+    given_options,
+    rows_of,
+)
 from varlen_client.gateway.embeddings import VectorFields, encoded
-from varlen_client.gateway.json_writing import listed
+from varlen_client.gateway.json_io import Rows, json_response, listed
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.tei import check_token_features
 from varlen_client.gateway.unserved_fields import PROMPTS, TEXTS
 from varlen_client.tasks import TASKS
-from varlen_client.tasks.answers import RowAnswers, RowOutput
+from varlen_client.tasks.answers import RowAnswers, RowOutput, text_of
+from varlen_client.tasks.extraction import EXTRACT, EXTRACT_SCHEMA, Span
 from varlen_client.tasks.labels import RerankOptions
 from varlen_client.tasks.row_task import Pooling, RowTask
 from varlen_client.tasks.tokens import TOKEN_CLASSIFY
@@ -41,8 +54,7 @@ class Classes:
 
 def _read_classes(answers: RowAnswers) -> Classes:
     scores, labels, logits = (answers.joined(output) for output in answers.outputs[:3])
-    names = [label.decode(errors="replace") for label in labels[0]]
-    return Classes(scores, names, logits.argmax(axis=1).tolist())
+    return Classes(scores, [*map(text_of, labels[0])], logits.argmax(axis=1).tolist())
 
 
 CLASS_SCORES: RowTask[Classes] = RowTask(
@@ -182,3 +194,66 @@ def _options(body: PoolingBody, task: RowTask[Any]) -> dict[str, Any]:
         name = "use_activation" if body.normalize is None and wrong[0] == "normalize" else wrong[0]
         raise InvalidRequest(f"{name} is not for the task {task.pooling}; leave it out")
     return options
+
+
+class ExtractBody(RequestBody, TextFields):
+    """A request to `/v1/extract`."""
+
+    unserved = TEXTS
+
+    text: StrictStr
+    labels: ListOf[StrictStr] | None = Field(default=None, min_length=1)
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    threshold: float = Field(default=0.5, ge=0, le=1)
+    flat_ner: bool | None = None
+    """By default false with labels, as there, and true with a schema."""
+    multi_label: bool = False
+    chunk_length: int | None = None
+    """Ignored: a text is read as a whole, and one that the model does not take is refused."""
+    overlap: int | None = None
+    """Ignored, as `chunk_length`."""
+
+
+async def extract(gateway: Gateway, body: ExtractBody) -> Response:
+    """Find the spans of a text with one of the labels, or answer a schema."""
+    if (body.labels is None) == (body.schema_ is None):
+        raise InvalidRequest("the body has to have labels or schema, and not both")
+    if body.schema_ is not None:
+        asked = given_options(schema=body.schema_, threshold=body.threshold, flat_ner=body.flat_ner)
+        _, found, _ = await gateway.answer(
+            body.model, EXTRACT_SCHEMA, [body.text], text_fields=body, **asked
+        )
+        return json_response({"result": found[0]})
+    options: dict[str, Any] = given_options(
+        labels=body.labels,
+        threshold=body.threshold,
+        flat_ner=bool(body.flat_ner),
+        multi_label=body.multi_label,
+    )
+    _, rows, _ = await gateway.answer(body.model, EXTRACT, [body.text], text_fields=body, **options)
+    entities = (
+        {
+            "value": each.text,
+            "suggested_label": each.label,
+            "start_position": each.start,
+            "end_position": each.end,
+            "score": each.score,
+        }
+        for each in rows[0]
+    )
+    answer = {
+        "entities": Rows(entities),
+        "total_entities": len(rows[0]),
+        "tagged_text": tagged(body.text, rows[0]),
+    }
+    return json_response(answer)
+
+
+def tagged(text: str, spans: list[Span]) -> str:
+    """Return a text with its spans as `[text](label)`; of spans that overlap, the first."""
+    parts, end = [], 0
+    for each in spans:
+        if each.start >= end:
+            parts += [text[end : each.start], f"[{each.text}]({each.label})"]
+            end = each.end
+    return "".join([*parts, text[end:]])

@@ -22,7 +22,7 @@ from varlen_client.gateway.bodies import (
     check_repeated,
     given_options,
 )
-from varlen_client.gateway.json_writing import json_response, listed, usage_of
+from varlen_client.gateway.json_io import json_response, listed, usage_of
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import RANKS
 from varlen_client.tasks.labels import RANK, RERANK

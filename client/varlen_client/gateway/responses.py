@@ -26,7 +26,7 @@ from varlen_client.gateway.generation import (
     parts_of,
     template_variables,
 )
-from varlen_client.gateway.json_writing import json_bytes, json_response
+from varlen_client.gateway.json_io import json_bytes, json_response
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.sampling import IgnoredFields, ServerFields

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway import embeddings, extraction, pooling, ranks, responses, tei, tokens
+from varlen_client.gateway import embeddings, pooling, ranks, responses, tei, tokens
 from varlen_client.gateway.generation import chat_completions, completions
 from varlen_client.gateway.models import Gateway
 
@@ -89,7 +89,7 @@ ROUTES: Sequence[Route] = (
     Route("/classify", pooling.classify, {"input": _TEXTS}, _VLLM),
     Route("/v1/classify", pooling.classify, {"input": _TEXTS}, ["Dynamo"]),
     Route("/pooling", pooling.pooling, {"input": _TEXTS}, _VLLM),
-    Route("/v1/extract", extraction.extract, _LABELLED, ["NeMo Guardrails"]),
+    Route("/v1/extract", pooling.extract, _LABELLED, ["NeMo Guardrails"]),
     Route("/embed", tei.embed, {"inputs": _TEXTS}, _TEI),
     Route("/embed_sparse", tei.embed_sparse, {"inputs": _TEXTS}, _TEI),
     Route("/embed_all", tei.embed_all, {"inputs": _TEXTS}, _TEI),

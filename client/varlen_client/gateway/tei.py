@@ -22,18 +22,25 @@ from varlen_client.gateway.bodies import (
     TextFields,
     Texts,
     check_repeated,
+    check_rows,
     checked,
     given_options,
     rows_of,
 )
-from varlen_client.gateway.json_reading import in_thread
-from varlen_client.gateway.json_writing import Blocks, Rows, json_response
+from varlen_client.gateway.json_io import Blocks, Rows, in_thread, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.ranks import RerankBody, cosines, rerank
 from varlen_client.gateway.unserved_fields import LABELS, PROMPTS, QUESTIONS
 from varlen_client.tasks.answers import RowAnswers
-from varlen_client.tasks.labels import ENTAILMENT, PREDICT
-from varlen_client.tasks.questions import QUESTION_ANSWER
+from varlen_client.tasks.extraction import QUESTION_ANSWER
+from varlen_client.tasks.labels import (
+    DEFAULT_TEMPLATE,
+    ENTAILMENT,
+    PREDICT,
+    hypotheses,
+    label_scores,
+    parse_labels,
+)
 from varlen_client.tasks.row_task import RowTask
 from varlen_client.tasks.tokens import (
     HIDDEN,
@@ -43,12 +50,6 @@ from varlen_client.tasks.tokens import (
     EntityOptions,
 )
 from varlen_client.tasks.vectors import EMBED, SPARSE_EMBED
-from varlen_client.tasks.zero_shot import (
-    DEFAULT_TEMPLATE,
-    hypotheses,
-    label_scores,
-    parse_labels,
-)
 from varlen_client.wire import Floats, ModelInfo, Pairs
 
 _Body = TypeVar("_Body", bound="_InputsBody")
@@ -364,8 +365,7 @@ async def _answers(gateway: Gateway, body: QuestionBody) -> Response:
     """
     body = _merged(body)
     questions = body.inputs if isinstance(body.inputs, list) else [body.inputs]
-    if not 1 <= len(questions) <= MAX_INPUTS:
-        raise InvalidRequest(f"inputs has {len(questions)} rows; allowed: 1 to {MAX_INPUTS}")
+    check_rows("inputs", questions)
     options = given_options(
         **{
             name: getattr(body, name)
@@ -393,8 +393,7 @@ def _single_texts(body: PredictBody, name: str) -> tuple[list[str], bool]:
     texts = [row if isinstance(row, str) else " ".join(row[:1]) for row in body.inputs]
     if any(not isinstance(row, str) and len(row) != 1 for row in body.inputs):
         raise InvalidRequest(f"inputs has pairs of texts, and {name} is for single texts")
-    if not 1 <= len(texts) <= MAX_INPUTS:
-        raise InvalidRequest(f"inputs has {len(texts)} rows; allowed: 1 to {MAX_INPUTS}")
+    check_rows("inputs", texts)
     return texts, True
 
 
@@ -486,8 +485,7 @@ def _texts_or_pairs(inputs: str | _Row | list[_Row]) -> tuple[list[str] | Pairs,
         return [inputs], False
     is_batch = bool(inputs) and isinstance(inputs[0], list)
     batch: list[_Row] = inputs if is_batch else [inputs]  # type: ignore[assignment,list-item]
-    if len(batch) > MAX_INPUTS:
-        raise InvalidRequest(f"inputs has {len(batch)} rows; allowed: 1 to {MAX_INPUTS}")
+    check_rows("inputs", batch)
     sizes = {len(row) for row in batch}
     if sizes == {1}:
         return [row[0] for row in batch], is_batch

@@ -10,9 +10,9 @@ from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, Ids, ListOf, RequestBody, RowsOfIds, rows_of
+from varlen_client.gateway.bodies import Ids, ListOf, RequestBody, RowsOfIds, check_rows, rows_of
 from varlen_client.gateway.generation import Messages, for_template, template_variables
-from varlen_client.gateway.json_writing import Blocks, Rows, json_response
+from varlen_client.gateway.json_io import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TOKENIZATION
 from varlen_client.tokenizer_call import Tokenizable, TokenizedText
@@ -136,8 +136,7 @@ async def decode(gateway: Gateway, body: DecodeBody) -> Response:
     is_one = not body.ids or isinstance(body.ids[0], int)
     # too many rows are not checked before here
     rows: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[assignment,list-item]
-    if len(rows) > MAX_INPUTS:
-        raise InvalidRequest(f"ids has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
+    check_rows("ids", rows)
     skip = body.skip_special_tokens
     return json_response(await _decoded(gateway, body.model, rows, skip_special_tokens=skip))
 

@@ -1,35 +1,24 @@
 """The tasks of rows, and the methods of both clients for them."""
 
-from types import ModuleType
 from typing import Any
 
-from varlen_client.tasks import extraction, labels, masks, questions, several, tokens, vectors
+from varlen_client.tasks import extraction, labels, tokens, vectors
 from varlen_client.tasks.extraction import ExtractionMethods
 from varlen_client.tasks.labels import LabelMethods
-from varlen_client.tasks.masks import MaskMethods
-from varlen_client.tasks.questions import QuestionMethods
 from varlen_client.tasks.row_task import RowTask
-from varlen_client.tasks.several import SeveralMethods
 from varlen_client.tasks.tokens import TokenMethods
 from varlen_client.tasks.vectors import VectorMethods
 
-_ROOMS: tuple[ModuleType, ...] = (labels, masks, vectors, tokens, extraction, questions, several)
 
-
-class RowMethods(
-    VectorMethods,
-    MaskMethods,
-    ExtractionMethods,
-    QuestionMethods,
-    LabelMethods,
-    TokenMethods,
-    SeveralMethods,
-):
+class RowMethods(VectorMethods, ExtractionMethods, LabelMethods, TokenMethods):
     """The methods of both clients that send rows."""
 
 
 TASKS: tuple[RowTask[Any], ...] = tuple(
-    each for room in _ROOMS for each in vars(room).values() if isinstance(each, RowTask)
+    each
+    for room in (labels, vectors, tokens, extraction)
+    for each in vars(room).values()
+    if isinstance(each, RowTask)
 )
 # The commands of `varlen` for them, by name.
 COMMANDS = {each.command.name: each.command for each in TASKS if each.command is not None}

@@ -1,4 +1,10 @@
-"""Labels and scores of texts and pairs: `classify`, `predict`, `rerank` and `zero_shot`."""
+"""Labels and scores: `classify`, `predict`, `rerank`, `zero_shot` and `fill_mask`.
+
+Zero-shot classification takes labels of a request. Each text is a premise, and each label a hypothesis such as "This
+example is sports."; a model of natural language inference says whether the text entails it. The pairs of a text run in
+the server's batches without padding. Source: ZeroShotClassificationPipeline of transformers, whose answers these are;
+Yin et al. 2019, arXiv:1909.00161.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +20,13 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.tasks.answers import RowAnswers, RowOutput, read_matrix, text_of
 from varlen_client.tasks.command import Command, Flag, shown_score
 from varlen_client.tasks.row_task import Asked, Options, Outputs, RowOptions, RowTask, method
-from varlen_client.tasks.zero_shot import (
-    DEFAULT_TEMPLATE,
-    Entailment,
-    LabelScore,
-    hypotheses,
-    label_scores,
-    parse_labels,
-    read_entailment,
-)
-from varlen_client.wire import Floats, Inputs, Pairs, query_and_documents
+from varlen_client.wire import Floats, Inputs, Pairs, check_not_a_string, query_and_documents
 
 Activation: TypeAlias = Literal["auto", "softmax", "sigmoid", "none"]
+
+DEFAULT_TEMPLATE = "This example is {}."
+MAX_LABELS = 512
+MAX_TEMPLATE_CHARACTERS = 4096
 
 ACTIVATION = Flag(Activation | None, "Makes scores of logits; auto: as the checkpoint says.")
 TOP_K = Flag(int | None, "Show only the best; default: all.", min=1)
@@ -49,6 +50,27 @@ class PredictOptions(RerankOptions, total=False):
     """
 
     top_k: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScore:
+    """A label of a classifier and its score for a row."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entailment:
+    """Logits of an NLI model.
+
+    Attributes:
+        logits: [pairs, labels].
+        names: names of these labels, in lower case.
+    """
+
+    logits: Floats
+    names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +124,89 @@ def _read_ranking(answers: RowAnswers) -> Ranking:
     return Ranking(scores, np.argsort(-logits, kind="stable"))
 
 
-# Its rows are pairs of a text and a hypothesis; see zero_shot.py.
+def read_entailment(answers: RowAnswers) -> Entailment:
+    """Return the logits of all pairs, and the names of the model's labels."""
+    logits, labels = (answers.joined(output) for output in answers.outputs[:2])
+    names = labels[0] if len(labels) else []
+    return Entailment(logits, [text_of(name).lower() for name in names])
+
+
+def parse_labels(labels: str | Sequence[str]) -> list[str]:
+    """Return candidate labels; a text has commas between them, and blank parts are dropped.
+
+    Raises:
+        InvalidRequest: there is none, or there are too many.
+    """
+    if isinstance(labels, str):
+        labels = [each.strip() for each in labels.split(",") if each.strip()]
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise InvalidRequest(
+            f"candidate_labels has {len(labels)} labels; allowed: 1 to {MAX_LABELS}"
+        )
+    return list(labels)
+
+
+def hypotheses(texts: Sequence[str], labels: Sequence[str], template: str) -> Pairs:
+    """Return the pairs of each text with the hypothesis of each label.
+
+    Raises:
+        InvalidRequest: the texts are a single string; or the template is too long, or has no place for the label, or
+            other braces.
+    """
+    check_not_a_string(texts)
+    rest = template.replace("{}", "", 1)
+    if len(template) > MAX_TEMPLATE_CHARACTERS or "{}" not in template or set(rest) & set("{}"):
+        raise InvalidRequest(
+            f"hypothesis_template is {template[:80]!r}; allowed: a text of at most {MAX_TEMPLATE_CHARACTERS} characters"
+            " with {} once, where the label stands, and no other braces"
+        )
+    filled = [template.replace("{}", label) for label in labels]
+    return [(text, hypothesis) for text in texts for hypothesis in filled]
+
+
+def label_scores(
+    found: Entailment, labels: Sequence[str], *, multi_label: bool
+) -> list[list[LabelScore]]:
+    """Return the labels of each text with their scores, the best first.
+
+    Args:
+        labels: candidate labels.
+        multi_label: whether several labels may hold: each score is then entailment beside contradiction. Otherwise
+            the scores of a text add up to 1.
+
+    Raises:
+        InvalidRequest: no label of the model is entailment.
+    """
+    entailment = next(
+        (index for index, name in enumerate(found.names) if name.startswith("entail")), None
+    )
+    if entailment is None or len(found.names) < 2:
+        raise InvalidRequest(
+            f"the model has the labels {', '.join(found.names)}; zero-shot classification needs a model of natural"
+            " language inference, with a label whose name begins with entail"
+        )
+    logits = found.logits.reshape(-1, len(labels), len(found.names)).astype(np.float64)
+    if multi_label or len(labels) == 1:
+        contradiction = -1 if entailment == 0 else 0
+        scores = _softmax(logits[..., [contradiction, entailment]])[..., 1]
+    else:
+        scores = _softmax(logits[..., entailment])
+    # as the pipeline orders equal scores
+    best_first = np.argsort(scores, axis=1)[:, ::-1]
+    rounded = scores.astype(np.float32)
+    return [
+        [LabelScore(labels[at], float(row[at])) for at in order]
+        for row, order in zip(rounded, best_first, strict=True)
+    ]
+
+
+def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    found: npt.NDArray[np.float64] = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return found
+
+
+# Its rows are pairs of a text and a hypothesis.
 ENTAILMENT: RowTask[Entailment] = RowTask(
     "zero_shot",
     RowOptions,
@@ -157,8 +261,80 @@ RANK: RowTask[Ranking] = RowTask(
 )
 
 
+class MaskOptions(RowOptions, total=False):
+    """Options of filled masks.
+
+    top_k: tokens of a mask; by default 5.
+    """
+
+    top_k: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FilledToken:
+    """A token that may take the place of a mask.
+
+    Attributes:
+        token_id, text: number and text of the token.
+        score: probability of the token.
+    """
+
+    token_id: int
+    text: str
+    score: float
+
+
+def _read_filled_masks(answers: RowAnswers) -> list[list[list[FilledToken]]]:
+    """Return the tokens of each mask of each row."""
+    return [
+        [
+            [
+                FilledToken(token_id, text_of(text), score)
+                for token_id, text, score in zip(ids, texts, values, strict=True)
+            ]
+            for ids, texts, values in zip(
+                token_ids[row, :count].tolist(),
+                tokens[row, :count].tolist(),
+                scores[row, :count].tolist(),
+                strict=True,
+            )
+        ]
+        for token_ids, tokens, scores, counts in answers.each(
+            "token_ids", "tokens", "scores", "num_masks"
+        )
+        for row, count in enumerate(counts[:, 0].tolist())
+    ]
+
+
+FILL_MASK: RowTask[list[list[list[FilledToken]]]] = RowTask(
+    "fill_mask",
+    MaskOptions,
+    (
+        RowOutput("token_ids", 2, np.int32),
+        RowOutput("scores", 2),
+        RowOutput("tokens", 2, np.object_),
+        RowOutput("num_masks", dtype=np.int32),
+    ),
+    _read_filled_masks,
+    command=Command(
+        task="fill_mask",
+        words=("fills masks", "tokens for masks", "a masked language model"),
+        summary="Print the most likely tokens of each mask.",
+        details="A line per mask, the likeliest token first.",
+        texts='Texts with masks: "Paris is the [MASK] of France."',
+        file="Fill the lines of this UTF-8 file; - is stdin.",
+        progress="filling",
+        flags={"top_k": Flag(int | None, "Tokens of each mask; default: 5.", min=1)},
+        fields=lambda masks: {"masks": [[asdict(token) for token in mask] for mask in masks]},
+        lines=lambda masks: [
+            ", ".join(f"{each.text} {shown_score(each.score)}" for each in mask) for mask in masks
+        ],
+    ),
+)
+
+
 class LabelMethods:
-    """Methods for labels and scores of texts and pairs."""
+    """Methods for labels and scores, and for masks."""
 
     @method
     def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Asked[Floats]:
@@ -218,3 +394,14 @@ class LabelMethods:
 
         task = RowTask("zero_shot", RowOptions, ENTAILMENT.outputs, read, takes_pairs=True)
         return task.of(pairs, options)
+
+    @method
+    def fill_mask(
+        self, inputs: Inputs, **options: Unpack[MaskOptions]
+    ) -> Asked[list[list[list[FilledToken]]]]:
+        """Return the most likely tokens of each mask of each row, the most likely first.
+
+        Args:
+            inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
+        """
+        return FILL_MASK.of(inputs, options)

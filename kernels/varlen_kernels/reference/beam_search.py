@@ -23,9 +23,6 @@ __all__ = ["advance_searches", "follow_beams"]
 
 # Beams of the largest search.
 MAX_BEAMS = 32
-# Columns of `follow_beams`: row of the first beam of a search, number of beams, tokens of each beam with the one of
-# this step, and number of the first beam among all beams.
-FOLLOW_COLUMNS = 4
 # Columns of `advance_searches`: first row of candidates of a search, and their number; number of beams; tokens of each
 # beam with the one that is chosen; flags; the only token that may be chosen, or NO_TOKEN; from where and up to where
 # its end tokens are among all of them; number of the first beam among all beams.

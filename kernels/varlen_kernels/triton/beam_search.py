@@ -17,7 +17,7 @@ from varlen_kernels.triton.checks import check_contiguous
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 
 _NOT_GIVEN = tl.constexpr(functions.NOT_GIVEN)
-_FOLLOW_COLUMNS = tl.constexpr(reference.FOLLOW_COLUMNS)
+_FOLLOW_COLUMNS = tl.constexpr(functions.FOLLOW_COLUMNS)
 # Blocks of a table that a program reads at once.
 _BLOCK_COLUMNS = 16
 

@@ -56,6 +56,24 @@ def test_a_batch_within_the_largest_always_fits(most, tokens):
     assert arena.capacity == layout.plan(dims(most, most)).footprint
 
 
+def test_programs_of_one_arena_share_its_memory():
+    small, large = Layout(fold(CHAIN), 64), Layout(fold(MIXED), 64)
+    sizes = [layout.plan(dims(300, 300)).footprint for layout in (small, large)]
+    assert sizes[0] < sizes[1]
+    arena = Arena(small, dims(300, 300), CPU, room=sizes[1])
+
+    regions = [
+        each.allocate(dims(300, 300)) for each in (arena, arena.beside(large, dims(300, 300)))
+    ]
+
+    assert arena.capacity == sizes[1]
+    assert [len(region.memory) for region in regions] == sizes
+    assert len({region.memory.data_ptr() for region in regions}) == 1
+    # of the last batch of both
+    assert arena.use().footprint_bytes == sizes[1]
+    assert arena.use().reserved_bytes >= sizes[1]
+
+
 def test_a_plan_that_reaches_too_far_gives_way_to_the_one_of_the_largest_batch():
     layout = Layout(fold(MIXED), 64)
     ceiling = layout.plan(dims(300, 300))

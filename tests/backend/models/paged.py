@@ -51,7 +51,7 @@ def run_in_chunks(
         rows: token ids.
         sizes: tokens of each row's chunks; a row begins at the step of its number.
         compiled: whether to run compiled steps on two cores, as generation on CPUs does, and not the reference.
-        keeps_codes: whether linear layers keep codes of 4 bits, which compiled steps read.
+        keeps_codes: whether linear layers keep codes, which compiled steps read.
         path: op of their linear layers; "" is the default of the dtype.
     """
     rows = [Row(list(map(int, row))) for row in rows]

@@ -47,6 +47,10 @@ LONGROPE = {
         "long_factor": [1.5, 9.0, 30.0],
     },
 }
+# Only Phi-3 reads the field outside.
+LONGROPE_OF_LLAMA = {
+    "rope_parameters": {**LONGROPE["rope_parameters"], "original_max_position_embeddings": 128}
+}
 
 CASES = {
     "gpt2": (GPT2, {}),
@@ -111,6 +115,7 @@ CASES = {
         },
     ),
     "gemma3-logit-cap": (GEMMA3, {"final_logit_softcapping": 3.0}),
+    "llama-longrope": (LLAMA, LONGROPE_OF_LLAMA),
     "phi3": (PHI3, {}),
     "phi3-window": (PHI3, {"sliding_window": 7}),
     "phi3-longrope": (PHI3, LONGROPE),

@@ -17,6 +17,7 @@ from varlen_client.errors import (
 )
 from varlen_client.gateway import GatewaySettings, edge, models
 from varlen_client.gateway.app import create_app
+from varlen_client.gateway.connections import LEFT
 from varlen_client.gateway.generation import MAX_MESSAGES
 from varlen_client.gateway.models import TENANT
 from varlen_client.wire import ModelState
@@ -131,14 +132,10 @@ def test_no_more_requests_run_than_the_limit(make_app, calls):
 def test_a_client_that_leaves_cancels_its_request(make_app, calls, path, body):
     streams = body.get("stream", False)
     calls.delay = 0.01 if streams else 30.0
-    app, left, sent = make_app(), asyncio.Event(), []
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    app, sent = make_app(), []
 
     async def receive():
-        if messages:
-            return messages.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
     async def send(message):
         sent.append(message)
@@ -159,7 +156,7 @@ def test_a_client_that_leaves_cancels_its_request(make_app, calls, path, body):
         task = asyncio.create_task(app(scope, receive, send))
         while not (len(sent) > 2 if streams else calls.running):
             await asyncio.sleep(0.01)
-        left.set()
+        scope[LEFT]()
         await asyncio.wait_for(task, SECONDS)
         async with http_client(app) as client:
             return (await client.get("/metrics")).text

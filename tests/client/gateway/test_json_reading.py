@@ -7,11 +7,11 @@ import pytest
 from pydantic import ValidationError
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway import json_reading
+from varlen_client.gateway import json_io
 from varlen_client.gateway.bodies import MAX_FIELDS
 from varlen_client.gateway.embeddings import CohereBody, EmbeddingsBody
 from varlen_client.gateway.generation import MAX_MESSAGES, ChatBody, CompletionsBody
-from varlen_client.gateway.json_reading import (
+from varlen_client.gateway.json_io import (
     MAX_IDS,
     MAX_NAMES,
     MAX_VALUES,
@@ -54,7 +54,7 @@ def counted(value):
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 4096])
 def test_values_and_names_outside_of_texts_are_counted_whatever_the_pieces(monkeypatch, piece):
-    monkeypatch.setattr(json_reading, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(json_io, "_PIECE_BYTES", piece)
     rng = random.Random(piece)
     for _ in range(300):
         value = random_value(rng)
@@ -154,7 +154,7 @@ def test_large_bodies_are_read_in_the_thread_and_small_ones_are_not(send, monkey
         read.append(call)
         return call()
 
-    monkeypatch.setattr(json_reading, "in_thread", in_thread)
+    monkeypatch.setattr(json_io, "in_thread", in_thread)
     headers = {"Content-Type": "application/json"}
     small = json.dumps({"model": "embedder", "input": "a"}).encode()
     for body in (small, large(EMBEDDINGS, input="a")):

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from varlen_client.gateway import json_writing
-from varlen_client.gateway.json_writing import Blocks, Rows, json_response
+from varlen_client.gateway import json_io
+from varlen_client.gateway.json_io import Blocks, Rows, json_response
 
 from .asgi import Exchange, run_virtual
 from .conftest import http_client
@@ -42,7 +42,7 @@ def body_of(response):
 
 @pytest.mark.parametrize("part_bytes", [1, 10, 1 << 20])
 def test_an_answer_is_the_same_in_parts_of_any_size(monkeypatch, part_bytes):
-    monkeypatch.setattr(json_writing, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(json_io, "_PART_BYTES", part_bytes)
 
     parts = body_of(json_response(written()))
 
@@ -56,7 +56,7 @@ def test_a_list_in_parts_has_to_be_where_it_is_found():
 
 
 def test_rows_are_made_as_they_are_written(monkeypatch):
-    monkeypatch.setattr(json_writing, "_PART_BYTES", 100)
+    monkeypatch.setattr(json_io, "_PART_BYTES", 100)
     made = []
 
     def rows():
@@ -72,7 +72,7 @@ def test_rows_are_made_as_they_are_written(monkeypatch):
 
 
 def test_other_requests_go_on_between_the_parts(monkeypatch):
-    monkeypatch.setattr(json_writing, "_PART_BYTES", 100)
+    monkeypatch.setattr(json_io, "_PART_BYTES", 100)
     turns = []
 
     async def other():
@@ -129,7 +129,7 @@ def test_large_answers_come_in_parts(make_app, monkeypatch, path, body, found):
             return await client.post(path, json=body)
 
     whole = asyncio.run(ask())
-    monkeypatch.setattr(json_writing, "_PART_BYTES", 20)
+    monkeypatch.setattr(json_io, "_PART_BYTES", 20)
     exchange, _ = run_virtual(Exchange(path, body).run(make_app()))
 
     assert "content-length" in whole.headers

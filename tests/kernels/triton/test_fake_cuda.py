@@ -261,6 +261,25 @@ def test_keys_and_values_of_fp8_are_appended_and_read(gpu: FakeCuda, tmp_path: P
 
 
 @pytest.mark.full
+def test_a_copied_block_of_fp8_is_read_as_the_block_itself(gpu: FakeCuda, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
+    runner = step_runner(folder, "cuda", dtype="fp16", kv_cache_dtype="fp8")
+    prompt = prompt_chunk(runner, 3, KINDS["greedy"])
+    runner.run_batch(step_of((prompt,)))
+    # as two samples or beams of one prompt, which write to blocks of their own
+    first, second = (
+        prompt._replace(start=3, token_ids=(1,), block_ids=array("i", [block])) for block in (0, 1)
+    )
+    runner.run_batch(replace(step_of((first, second)), copies=((0, 1),)))
+
+    assert isinstance(runner.decoder.steps, CudaSteps)
+    logits = runner.decoder.steps.last_logits(2).cpu()
+    assert logits.isfinite().all()
+    assert torch.equal(logits[0], logits[1])
+    runner.close()
+
+
+@pytest.mark.full
 def test_short_contexts_have_a_graph_with_fewer_programs(gpu: FakeCuda, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **{**DECODER, "n_positions": 300})
     sizes = {"max_sequence_tokens": 300, "max_running_sequences": 1, "max_step_tokens": 2}
@@ -470,6 +489,7 @@ def test_beams_of_a_model_without_positions_follow_on_the_device(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.full
 def test_a_step_of_beams_starts_before_it_is_known_what_they_continue(
     gpu: FakeCuda, tmp_path: Path
 ) -> None:
@@ -521,6 +541,7 @@ def tokens_one_by_one(runner: Runner, options: GenerationOptions, *, steps: int)
         chunk = chunk._replace(start=2 + len(found), token_ids=(token.token_id,))
 
 
+@pytest.mark.full
 def test_a_step_after_one_that_fails_does_not_count(gpu: FakeCuda, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "GPT2LMHeadModel", **DECODER)
     runner = step_runner(folder, "cuda")

@@ -37,6 +37,7 @@ class System(NamedEngine):
         size: batch size; 0: calibrated, unless the engine batches requests itself.
         per_core: whether it has an instance on each core, which run batches at the same time; else one on all.
         has_drafts: whether it drafts tokens from the prompt and the answer.
+        is_stored: whether the checkpoint has the weights of its precision, in groups of 32.
     """
 
     batching: Batching
@@ -44,6 +45,7 @@ class System(NamedEngine):
     size: int = 0
     per_core: bool = False
     has_drafts: bool = False
+    is_stored: bool = False
 
     def cores(self, threads: int) -> Cores:
         """Return how it uses `threads` cores."""

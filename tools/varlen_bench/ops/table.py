@@ -28,13 +28,12 @@ from varlen_bench.ops.call import (
     kernels,
     poison,
 )
-from varlen_kernels.functions import NOT_GIVEN
+from varlen_kernels.functions import FOLLOW_COLUMNS, NOT_GIVEN
 from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits
 from varlen_kernels.reference.beam_search import (
     ADVANCE_COLUMNS,
-    FOLLOW_COLUMNS,
     SearchResults,
     SearchState,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 Attention = Literal["eager", "sdpa"]
+_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,63 @@ def save_random_decoder(shape: GeneratorShape | LlamaShape, folder: Path) -> Non
     _save_tokenizer(
         tokenizer, folder, dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
     )
+
+
+def save_gptq(checkpoint: Path, folder: Path, *, bits: int, group: int) -> dict[str, Tensor]:
+    """Save a GPT-2 or a Llama as GPTQ, rounded to the nearest codes.
+
+    Args:
+        group: inputs that share a scale and a zero point.
+
+    Returns:
+        The floats that the codes stand for, by name.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    by_input, most = config["model_type"] == "gpt2", (1 << bits) - 1
+    tensors, floats = load_file(folder / _WEIGHTS), {}
+    ends = ("_attn.weight", "_proj.weight", "_fc.weight")
+    for name in [each for each in tensors if each.endswith(ends)]:
+        stored, layer = tensors.pop(name).float(), name.removesuffix(".weight")
+        by_output = stored.t() if by_input else stored
+        groups = by_output.t().reshape(-1, group, len(by_output))
+        low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+        scale = ((high - low) / most).clamp(min=1e-4).half().float()
+        zero = (-low / scale).round().clamp(0, most)
+        codes = (groups / scale[:, None] + zero[:, None]).round().clamp(0, most)
+        values = ((codes - zero[:, None]) * scale[:, None]).flatten(0, 1)
+        floats[name] = (values if by_input else values.t()).contiguous()
+        # its writers subtract 1 from each zero point
+        ones = sum(1 << at for at in range(0, 32, bits))
+        tensors |= {
+            f"{layer}.qweight": _words(codes.flatten(0, 1), bits),
+            f"{layer}.qzeros": (_words(zero.t(), bits) - ones).t().contiguous(),
+            f"{layer}.scales": scale.half(),
+            f"{layer}.g_idx": (torch.arange(len(values)) // group).int(),
+        }
+    save_file(tensors, folder / _WEIGHTS)
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "sym": False,
+        "desc_act": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return floats
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Return codes `[a, b]` in words of 32 bits, the first in the lowest bits, `[a · bits / 32, b]`."""
+    import torch
+
+    shifts = torch.arange(0, 32, bits)
+    of_words = codes.long().reshape(-1, len(shifts), codes.shape[1])
+    words = (of_words << shifts[:, None]).sum(1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 # Logit of tokens that no answer has.

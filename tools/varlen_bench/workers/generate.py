@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from varlen_bench.compare.passes import (
@@ -25,7 +26,7 @@ from varlen_bench.compare.systems import System, by_name
 from varlen_bench.compare.worker import starter
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
-from varlen_bench.peers.checkpoints import load_generator
+from varlen_bench.peers.checkpoints import load_generator, save_gptq
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
 from varlen_bench.workers.llamacpp import load_llamacpp
 from varlen_bench.workers.stepped import (
@@ -46,6 +47,8 @@ SYSTEMS = by_name(
     System("varlen-bf16", "varlen", "bf16", "engine"),
     System("varlen-int8", "varlen", "int8", "engine"),
     System("varlen-int4", "varlen", "int4", "engine"),
+    System("varlen-gptq-int8", "varlen", "int8", "engine", is_stored=True),
+    System("varlen-gptq-int4", "varlen", "int4", "engine", is_stored=True),
     System(DRAFTING, "varlen", "fp32", "engine", has_drafts=True),
     System("varlen-bf16-ngram", "varlen", "bf16", "engine", has_drafts=True),
     System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
@@ -129,14 +132,18 @@ def _load_varlen(checkpoint: Path, system: System, cores: Cores) -> Submit:
     settings: dict[str, Any] = {"max_running_sequences": _RUNNING, "prefix_cache": False}
     if system.has_drafts:
         settings["speculation"] = "ngram"
-    return load_varlen(
-        checkpoint, system.precision, cores, settings, temperature=0.0, ignore_eos=True
-    )
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    if not system.is_stored:
+        return load_varlen(checkpoint, system.precision, cores, settings, **options)
+    with TemporaryDirectory(prefix="varlen-gptq-") as scratch:
+        folder, bits = Path(scratch, "codes"), int(system.precision.removeprefix("int"))
+        save_gptq(checkpoint, folder, bits=bits, group=32)
+        return load_varlen(folder, "auto", cores, settings, **options)
 
 
 def load_varlen(
     checkpoint: Path,
-    precision: Precision,
+    precision: DType | Precision,
     cores: Cores,
     settings: dict[str, Any],
     *,

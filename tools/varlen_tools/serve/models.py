@@ -15,7 +15,7 @@ from pathlib import Path
 
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.folder_forms import has_checkpoint
+from varlen.models.checkpoint.folder_forms import GGUF, has_checkpoint
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheFolder, holder
 from varlen_tools.fetch import (
@@ -162,7 +162,11 @@ def _is_ensemble(model: Path) -> bool:
 def _check(source: str, fetching: Fetching) -> None:
     """Raise ServeError if a source is wrong; downloads nothing."""
     folder = Path(source).expanduser()
-    if source and folder.is_dir() and not any(folder.glob("*.json")):
+    if (
+        source
+        and folder.is_dir()
+        and not any(each.suffix in (".json", GGUF) for each in folder.glob("*"))
+    ):
         raise ServeError(
             f"{source} is neither a checkpoint folder, which has config.json, nor a model or a repository of models,"
             " which have config.pbtxt and a version"
@@ -239,13 +243,13 @@ def models_folder() -> Path:
 def _kept(source: str) -> Path:
     """Return the folder that keeps the model of a source, and of no other."""
     folder = Path(source).expanduser()
-    identity = str(folder.resolve()) if folder.is_dir() else source
+    identity = str(folder.resolve()) if folder.exists() else source
     return models_folder() / hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if folder.exists():
         source = str(folder.resolve())
     facts = [(path, path.stat()) for path in _files(folder)]
     files = [(str(path.relative_to(folder)), it.st_size, it.st_mtime_ns) for path, it in facts]
@@ -259,7 +263,7 @@ def _made_of(source: str, settings: Mapping[str, str]) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+    for path in sorted([folder, *folder.glob("*"), *folder.glob("*/*")]):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not is_hidden and path.is_file():
             yield path

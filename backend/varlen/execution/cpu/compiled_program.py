@@ -205,29 +205,30 @@ def compile_program(
     return compiled if compiled.has_products or not needs_products else None
 
 
-def with_calls(before: Sequence[Bound], table: Int64Array, after: Sequence[Bound]) -> Int64Array:
-    """Return a table with functions before and after its own, each in one part.
+def one_table(parts: Sequence[Int64Array | Sequence[Bound]]) -> Int64Array:
+    """Return one table of tables and functions; each function has one part.
 
     Args:
-        before, after: their tensors are contiguous and of the dtypes that they read. The caller holds them.
+        parts: tensors of functions are contiguous and of the dtypes that they read. The caller holds them.
     """
-    bound = [*before, *after]
-    rows = [*range(len(before)), *range(len(before) + len(table), len(bound) + len(table))]
-    width = max(3 * len(each.tensors) + len(each.constants) for each in bound)
-    columns = max(table.shape[1], ARGUMENTS + width)
-    whole = np.zeros((len(bound) + len(table), columns), np.int64)
-    whole[len(before) : len(before) + len(table), : table.shape[1]] = table
-    for row, (function, tensors, constants) in zip(rows, bound, strict=True):
-        entry = function.entry_for(dtypes_of(tensors))
-        assert entry is not None
-        extents = [extent_of(each.shape) for each in tensors]
-        places = zip(tensors, extents, strict=True)
-        numbers = [number for each, extent in places for number in (each.data_ptr(), *extent)]
-        packed = np.frombuffer(function.pack(*numbers, *constants), np.int64)
-        units, _ = function.work(extents, constants)
-        whole[row, :ARGUMENTS] = loaded_address(entry), units, 1
-        whole[row, ARGUMENTS : ARGUMENTS + len(packed)] = packed
-    return whole
+    rows: list[Int64Array | list[int]] = []
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            rows += [*part]
+            continue
+        for function, tensors, constants in part:
+            entry = function.entry_for(dtypes_of(tensors))
+            assert entry is not None
+            extents = [extent_of(each.shape) for each in tensors]
+            places = zip(tensors, extents, strict=True)
+            numbers = [number for each, extent in places for number in (each.data_ptr(), *extent)]
+            packed = np.frombuffer(function.pack(*numbers, *constants), np.int64)
+            units, _ = function.work(extents, constants)
+            rows.append([loaded_address(entry), units, 1, *packed.tolist()])
+    table = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for row, given in zip(table, rows, strict=True):
+        row[: len(given)] = given
+    return table
 
 
 def _calls_of(program: Program) -> list[_Call]:

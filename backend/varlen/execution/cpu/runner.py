@@ -1,10 +1,10 @@
 """Runs a program on a CPU.
 
-In a step that only searches take, all is compiled: beams follow the ones that they continue, blocks are copied, the
-program runs, and the next beams are chosen. So a step is one table of calls, and the next one the same table with other
-positions. Searches are independent of each other: where it is faster, each core runs the steps of some of them, with
-intermediates of its own, and the cores meet only at the end of the launch. A launch ends before its last step when a
-search has ended, whose answer would wait, or when a request has come.
+In a step that only searches take, all is compiled: sources are encoded, beams follow the ones that they continue,
+blocks are copied, the program runs, and the next beams are chosen. So a step is one table of calls, and the next one
+the same table with other positions. Searches are independent of each other: where it is faster, each core runs the
+steps of some of them, with intermediates of its own, and the cores meet only at the end of the launch. A launch ends
+before its last step when a search has ended, whose answer would wait, a request has come, or its time is over.
 docs/decisions/0132-launches-of-searches.md has measurements.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
 from varlen.execution.cpu.call_table import Int64Array, run_rows
-from varlen.execution.cpu.compiled_program import compile_program, with_calls
+from varlen.execution.cpu.compiled_program import compile_program, one_table
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.packing import (
     Arrays,
@@ -33,6 +33,7 @@ from varlen.execution.packing import (
     PackedStep,
     fill_inputs,
     searches_of_step,
+    source_dims,
     step_dims,
 )
 from varlen.execution.rank_link import Handoffs
@@ -406,14 +407,23 @@ class _Launch:
 
     Attributes:
         later: see `PackedStep.searches`.
-        is_over: whether no further step begins.
+        seconds: see `Batch.launch_seconds`.
+        furthest, last: index of the last step that a part has begun, and of the last one that parts may begin. Threads
+            write them without a lock: at worst, a part takes fewer steps.
     """
 
     later: Float32Array
+    seconds: float
     chosen: ChosenBeams
     arrived: Bytes
     parts: list[_Part] = field(default_factory=list)
-    is_over: bool = False
+    furthest: int = 0
+    last: int = field(init=False)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = len(self.later)
+        self.began = time.perf_counter()
 
     def run(self, first: int, last: int) -> None:
         """Run the steps of some parts."""
@@ -423,8 +433,9 @@ class _Launch:
     def _run(self, part: _Part) -> None:
         for step in range(len(self.chosen.ends)):
             if step:
-                if self.is_over or self.arrived[0]:
+                if not self._goes_on(step):
                     return
+                self.furthest = max(self.furthest, step)
                 for numbers in part.counters:
                     np.add(numbers, 1, out=numbers)
                 part.step.searches["divisors"][:] = self.later[step - 1, part.searches]
@@ -438,8 +449,21 @@ class _Launch:
             ):
                 whole[step, place] = own
             if part.found.ends[:, 0].any():
-                # only ever set: other threads read it
-                self.is_over = True
+                self.last = min(self.last, self.furthest)
+
+    def _goes_on(self, step: int) -> bool:
+        """Return whether a part begins a step after its first.
+
+        One that is behind takes as many steps as the others: searches that stay together end in one launch.
+        """
+        if self.arrived[0] or step > self.last:
+            return False
+        seconds = time.perf_counter() - self.began
+        if step <= self.furthest:
+            return seconds < self.seconds
+        if seconds * (step + 1) / step > self.seconds:
+            self.last = self.furthest
+        return step <= self.last
 
 
 class SearchSteps:
@@ -447,6 +471,7 @@ class SearchSteps:
 
     Attributes:
         arrived: `[1]`, not 0 when the launch should end with the step that runs; another thread or process writes it.
+        encoder: encodes the sources of searches, if they have any.
     """
 
     def __init__(
@@ -460,21 +485,25 @@ class SearchSteps:
     ) -> None:
         """Use the program of a decoder, and the state of searches and their blocks."""
         self.arrived = np.zeros(1, np.uint8)
+        self.encoder: CpuRunner | None = None
         self._runner, self._state, self._kv_memory = runner, state, kv_memory
-        self._cores, self._block_size = cores, block_size
+        # steps that encode sources take longer
+        self._cores = cores, StepCores(time.perf_counter)
+        self._block_size = block_size
         # the parts of the last launch, each with what its calls are the same for
         self._kept: list[tuple[object, _Part]] = []
 
     def runs(self, step: PackedStep) -> bool:
-        """Return whether all rows of a step are beams of searches that choose here."""
-        searches, beams = step.searches, step.beams
-        if not searches or not beams or not self._runner.is_one_call:
+        """Return whether all tokens of a step are of searches that choose here."""
+        searches, encoder = step.searches, self.encoder
+        if not searches or not self._runner.is_one_call:
             return False
-        rows = len(step.inputs["slots"])
-        is_all = rows == len(beams["beam_slots"]) == len(searches["rows"])
-        has_more = bool(
-            step.is_read or step.sources or step.edits or step.draws or len(step.copies)
-        )
+        if step.sources and (encoder is None or not encoder.is_one_call):
+            return False
+        begun = np.count_nonzero(searches["searches"][:, 3] == 1)
+        sources = len(step.sources.get("cu_seqlens", [0])) - 1
+        is_all = len(step.inputs["slots"]) == len(searches["rows"]) and sources in (0, begun)
+        has_more = bool(step.is_read or step.edits or step.draws or len(step.copies))
         # log probabilities that are normalized again without banned tokens are not compiled
         has_more |= bool(searches["sizes"][2]) and len(searches["banned_rows"]) > 0
         return is_all and not has_more
@@ -483,12 +512,12 @@ class SearchSteps:
         """Return what searches choose in one step, or several.
 
         Args:
-            logits: `[beams, vocabulary]` fp32, overwritten.
+            logits: `[rows, vocabulary]` fp32, overwritten.
 
         Raises:
             MemoryError: none has taken a step, or not all of them the only one.
         """
-        count, beams = len(step.searches["searches"]), len(logits)
+        count, beams = len(step.searches["searches"]), len(step.searches["beam_slots"])
         later = step.searches.get("later", np.empty((0, count, 2), np.float32))
         steps = 1 + len(later)
         chosen = ChosenBeams(
@@ -498,12 +527,13 @@ class SearchSteps:
         )
 
         def run_on(cores: int) -> int:
-            launch = _Launch(later, chosen, self.arrived)
-            launch.parts = self._parts(step, logits, min(cores, count))
+            parts = self._parts(step, logits, min(cores, count))
+            launch = _Launch(later, step.launch_seconds, chosen, self.arrived, parts)
             run_parts(launch.run, range(len(launch.parts) + 1))
             return int((chosen.ends[:, :, 0] != NOT_TAKEN).any(1).sum())
 
-        self._cores.run(run_on, beams, torch.get_num_threads())
+        tokens = len(logits) + len(step.sources.get("slots", ()))
+        self._cores[bool(step.sources)].run(run_on, tokens, torch.get_num_threads())
         failed = chosen.ends[0, :, 0] == NOT_TAKEN
         # a launch of one step runs again as a whole
         if failed.all() or (steps == 1 and failed.any()):
@@ -514,61 +544,85 @@ class SearchSteps:
         searches = step.searches["searches"]
         bounds = [number * len(searches) // count for number in range(count + 1)]
         steps = [searches_of_step(step, *bound) for bound in pairwise(bounds)]
-        dims = [step_dims(each.inputs) for each in steps]
-        regions = self._runner.arena.allocate_several(dims)
+        regions = self._regions(steps)
         if not regions:
             # one part fits, as any step does
             return self._parts(step, logits, 1)
         kept, self._kept = self._kept, []
-        begin = 0
-        for i, (part, region, bound) in enumerate(
-            zip(steps, regions, pairwise(bounds), strict=True)
-        ):
-            end = begin + len(part.beams["beam_slots"])
-            of_part = logits[begin:end]
-            addresses = of_part.data_ptr(), region.memory.data_ptr(), region.offsets
+        row = beam = 0
+        for i, (part, own, bound) in enumerate(zip(steps, regions, pairwise(bounds), strict=True)):
+            of_part = logits[row : row + len(part.searches["rows"])]
+            beams = slice(beam, beam + len(part.searches["beam_slots"]))
+            row, beam = row + len(of_part), beams.stop
+            addresses = [(each.memory.data_ptr(), each.offsets) for each in own]
             # the table has candidates of each beam, and bounds of the banned tokens of each row
             fixed = [part.searches[name].tobytes() for name in ("sizes", "banned_rows")]
-            same = *bound, begin, addresses, fixed, [each.shape for each in _arrays(part)]
+            shapes = [each.shape for each in _arrays(part)]
+            same = *bound, beam, of_part.data_ptr(), addresses, fixed, shapes
             if i < len(kept) and kept[i][0] == same:
                 self._kept.append(kept[i])
                 kept[i][1].take(part)
             else:
-                new = self._part(part, region, of_part, slice(*bound), slice(begin, end))
+                new = self._part(part, own, of_part, slice(*bound), beams)
                 self._kept.append((same, new))
-            begin = end
         return [part for _, part in self._kept]
 
+    def _regions(self, steps: Sequence[PackedStep]) -> list[list[Region]]:
+        """Return the regions of each part; none if they are too large together.
+
+        A part that has sources has one of the encoder, too.
+        """
+        found = self._runner.arena.allocate_several([step_dims(each.inputs) for each in steps])
+        sources = [source_dims(each.sources) for each in steps if each.sources]
+        of_sources: list[Region] = []
+        if sources and self.encoder is not None:
+            of_sources = self.encoder.arena.allocate_several(sources)
+            found = found if of_sources else []
+        left = iter(of_sources)
+        return [
+            [own, *([next(left)] if each.sources else [])]
+            for own, each in zip(found, steps, strict=False)
+        ]
+
     def _part(
-        self, step: PackedStep, region: Region, logits: Tensor, searches: slice, beams: slice
+        self,
+        step: PackedStep,
+        regions: Sequence[Region],
+        logits: Tensor,
+        searches: slice,
+        beams: slice,
     ) -> _Part:
-        inputs, of_beams, own = map(tensors_of, (step.inputs, step.beams, step.searches))
+        sources, inputs, of_beams, own = map(
+            tensors_of, (step.sources, step.inputs, step.beams, step.searches)
+        )
         rows, state = len(logits), self._state
-        copies = torch.empty_like(of_beams["given"])
         found = BeamCandidates.empty(
             rows, min(int(own["sizes"][0]), logits.shape[1]), logits.device
         )
-        numbers = SearchResults.numbers(len(own["searches"]), rows, logits.device)
+        numbers = SearchResults.numbers(len(own["searches"]), len(own["beam_slots"]), logits.device)
         results = SearchResults.views(numbers, len(own["searches"]))
         bounds = np.searchsorted(step.searches["banned_rows"], np.arange(rows + 1))
         bans = own["banned_tokens"]
-        of_model = [
-            inputs[name]
-            for name in ("token_ids", "context_lens", "cu_blocks", "block_ids", "slots")
-        ]
-        before = [
-            *_bound(
-                "follow_beams",
-                state,
-                of_beams["searches"],
-                of_beams["beam_slots"],
-                of_beams["given"],
-                *of_model,
-                copies,
-                block_size=self._block_size,
-            ),
-            *_bound("copy_blocks", self._kv_memory, copies),
-        ]
+        before: list[Bound] = []
+        if of_beams:
+            of_model = [
+                inputs[name]
+                for name in ("token_ids", "context_lens", "cu_blocks", "block_ids", "slots")
+            ]
+            copies = torch.empty_like(of_beams["given"])
+            before = [
+                *_bound(
+                    "follow_beams",
+                    state,
+                    of_beams["searches"],
+                    of_beams["beam_slots"],
+                    of_beams["given"],
+                    *of_model,
+                    copies,
+                    block_size=self._block_size,
+                ),
+                *_bound("copy_blocks", self._kv_memory, copies),
+            ]
         best = (
             *(logits, torch.zeros(rows, 1), torch.zeros(rows, dtype=torch.bool)),
             *(torch.from_numpy(bounds), bans, torch.full(bans.shape, torch.inf), *found),
@@ -586,17 +640,22 @@ class SearchSteps:
                 results,
             ),
         ]
-        program = self._runner.table(inputs, step_dims(step.inputs), region, [logits])
-        counters = (
-            *(step.inputs["context_lens"], step.inputs["position_ids"]),
-            *(step.beams["searches"][:, 2], step.searches["searches"][:, 3]),
-        )
+        program = self._runner.table(inputs, step_dims(step.inputs), regions[0], [logits])
+        parts: list[Int64Array | Sequence[Bound]] = [before, program, after]
+        if sources:
+            assert self.encoder is not None
+            dims = source_dims(step.sources)
+            parts.insert(0, self.encoder.table(sources, dims, regions[1], []))
+        counters = [step.inputs["context_lens"], step.inputs["position_ids"]]
+        counters.append(step.searches["searches"][:, 3])
+        if step.beams:
+            counters.append(step.beams["searches"][:, 2])
         return _Part(
             searches,
             beams,
             step,
-            with_calls(before, program, after),
-            (before, after, logits, region),
+            one_table(parts),
+            (before, after, logits, regions),
             counters,
             ChosenBeams(*(each.numpy() for each in results)),
         )
@@ -606,7 +665,7 @@ def _arrays(step: PackedStep) -> list[npt.NDArray[Any]]:
     """Return what the calls of a step read."""
     return [
         array
-        for group in (step.inputs, step.beams, step.searches)
+        for group in (step.sources, step.inputs, step.beams, step.searches)
         for name, array in group.items()
         if name != "later"
     ]

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.execution.arenas import MOST_ROWS, few_dims
 from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, capture_each, on_host
-from varlen.execution.cuda.step_fusion import MOST_ROWS, fuse_steps
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, alignment_of, memory_errors
@@ -363,7 +363,6 @@ class CudaSteps(_GraphRunner):
     """
 
     on_host: Tensor | None = None
-    _few_rows: tuple[Program, Arena] | None = None
 
     def __init__(
         self,
@@ -378,6 +377,7 @@ class CudaSteps(_GraphRunner):
         searches: DeviceSearches | None = None,
         edits: DeviceEdits | None = None,
         follow: Follow | None = None,
+        few_rows: Program | None = None,
     ) -> None:
         """Capture a graph for each size of step.
 
@@ -388,6 +388,7 @@ class CudaSteps(_GraphRunner):
             searches: takes the steps of searches; None if there are none.
             edits: changes logits before tokens are drawn; None if nothing does.
             follow: gives beams their tokens and block tables, and copies blocks.
+            few_rows: the program for at most MOST_ROWS tokens, for which the arena has room; None is the same one.
         """
         super().__init__(program, kernels, arena, graphs, states)
         self._blocks_per_sequence = blocks_per_sequence
@@ -410,11 +411,10 @@ class CudaSteps(_GraphRunner):
         self._best = torch.zeros(rows, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._draws = kernels_for(device)
-        # the same step in fewer kernels, with memory of its own
-        if few_rows := fuse_steps(program):
-            few = {name: min(size, MOST_ROWS) for name, size in most.items()}
+        self._few_rows = program, arena
+        if few_rows is not None:
             layout = Layout(few_rows.buffers, alignment_of(device))
-            self._few_rows = few_rows, Arena(layout, few, device)
+            self._few_rows = few_rows, arena.beside(layout, few_dims(arena.largest))
         (self._logits,) = program.new_outputs(most, device)
         # attention to the tokens of the step's own sequences
         self._reads = [
@@ -519,7 +519,7 @@ class CudaSteps(_GraphRunner):
         captured = self._captured[self._bucket(tokens, max(sequences, rows), blocks)]
         self._last = captured
         # the graph writes to this region
-        self.arena.allocate(captured.dims)
+        self._form(captured.dims)[1].allocate(captured.dims)
         inputs = captured.inputs[buffers]
         fill_inputs(inputs, arrays)
         indices = inputs[_WORD_INDICES.name]
@@ -616,6 +616,11 @@ class CudaSteps(_GraphRunner):
             )
         return found
 
+    def _form(self, dims: Dims) -> tuple[Program, Arena]:
+        """Return the program that runs a step, and its arena."""
+        is_few = dims["tokens"] <= MOST_ROWS
+        return self._few_rows if is_few else (self.program, self.arena)
+
     def _bucket(self, tokens: int, sequences: int, blocks: int) -> _StepSize:
         if tokens <= sequences:
             size = next(size for size in self._decode_sizes if size >= sequences)
@@ -640,10 +645,8 @@ class CudaSteps(_GraphRunner):
             del inputs[value.name]
         inputs[_TOKENS] = self._token_ids[: dims["tokens"]]
         rows = dims["logit_rows"]
-        program, out = self.program, [self._logits[:rows]]
-        if self._few_rows and dims["tokens"] <= MOST_ROWS:
-            program, arena = self._few_rows
-            region = arena.allocate(dims)
+        (program, arena), out = self._form(dims), [self._logits[:rows]]
+        region = arena.allocate(dims)
         chooses = len(program.outputs) > 1
         if chooses:
             out.append(self._chosen[:rows])

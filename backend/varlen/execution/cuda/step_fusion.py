@@ -16,8 +16,6 @@ from varlen.program.program import Attribute, Op, Operand, Program, State, Value
 from varlen_kernels.reference.few_rows import FoldedNorm
 from varlen_kernels.reference.linear_layers import CodedWeight, LinearWeight
 
-# Most rows of a step that runs these ops; with more, products of cuBLAS take less time.
-MOST_ROWS = 64
 _RESIDUAL_NORMS = ("residual_layer_norm", "residual_rms_norm")
 _NORMS = ("layer_norm", "rms_norm", *_RESIDUAL_NORMS)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

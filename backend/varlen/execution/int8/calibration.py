@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from varlen.errors import CheckpointError
-from varlen.execution.int8.quantization import WeightBits, linear_weights
+from varlen.execution.int8.quantization import QuantizedLayer, WeightBits, linear_weights
 from varlen.program.program import Program
 from varlen_kernels.reference.linear_int8 import OUTLIERS
 
@@ -181,7 +181,7 @@ def _normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return normalized
 
 
-# To be increased when codes are chosen in another way, or the file has other fields.
+# To be increased when the file has other fields, or stored codes are worse than new ones.
 _VERSION = 3
 # Name of the fields in the file's header.
 _FIELDS = "calibration"
@@ -202,12 +202,14 @@ class LayerCalibration:
         outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
         scale: `[features]` fp32, the value of one step of a code.
         codes: `[hidden, features]` int8, the codes of its weight.
+        packed: the layer as it runs, if this process has measured the error.
     """
 
     error: float
     outliers: Tensor = field(compare=False)
     scale: Tensor = field(compare=False)
     codes: Tensor = field(compare=False)
+    packed: QuantizedLayer | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def to_int8(
     check_int8(bits)
     calibration, source = _calibration(model, cache, bits, cores)
     found = dict(zip(linear_weights(model.programs), calibration.layers, strict=True))
-    layers = quantize_layers(programs, _codes(found, bits), bits)
+    layers = _quantized(programs, found, bits)
     _log.info(
         "int%d: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
         bits,
@@ -147,6 +147,7 @@ def calibrate(
     bits: WeightBits = 8,
     on_progress: OnProgress = lambda *_: None,
     cores: int = 0,
+    hashes: tuple[str, str] | None = None,
 ) -> Calibration:
     """Return the calibration of a model on this CPU.
 
@@ -154,12 +155,15 @@ def calibrate(
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
         on_progress: function to call after each text and each layer.
         cores: number of cores to use; 0 is torch's number of threads.
+        hashes: hash of the checkpoint's architecture, and of its weights, if they are known.
     """
     threads = torch.get_num_threads()
     # each core has work of its own: threads of one product would wait for each other
     torch.set_num_threads(1)
     try:
-        return _calibrate(model, texts, bits, on_progress, cores or threads)
+        return _calibrate(
+            model, texts, bits, on_progress, cores or threads, hashes or _hashes_of(model)
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -171,7 +175,10 @@ def _calibrate(
     bits: WeightBits,
     on_progress: OnProgress,
     cores: int,
+    hashes: tuple[str, str],
 ) -> Calibration:
+    # timed before other threads work
+    levels = product_of(bits).levels
     known, random = _token_ids(model, texts), _random_ids(model)
     # a tokenizer that knows few tokens of the texts leaves random ones
     has_texts = len(known) >= LEAST_TEXTS
@@ -193,21 +200,14 @@ def _calibrate(
     def run_seen(kernels: object) -> None:
         deque(run("running texts", model.programs, kernels, seen), 0)
 
+    answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
+    expected = _ahead(answers(model.programs))
     found = calibrate_layers(
         model.programs, run_seen, bits, on_progress, batches=len(seen), cores=cores
     )
-    layers = quantize_layers(model.programs, _codes(found, bits), bits)
-    answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
-    return Calibration(
-        checkpoint_hash(model.checkpoint.folder),
-        weights_hash(model.programs),
-        bits,
-        product_of(bits).levels,
-        tuple(found.values()),
-        model.compare(
-            answers(_use_int8(model.programs, layers)), _ahead(answers(model.programs)), held_out
-        ),
-    )
+    programs = _use_int8(model.programs, _quantized(model.programs, found, bits))
+    quality = model.compare(answers(programs), expected, held_out)
+    return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
 
 
 def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
@@ -228,17 +228,27 @@ def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Pr
 
 
 def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
-    """Yield answers; another thread makes the next one meanwhile."""
+    """Return answers; from now on, another thread makes the next one meanwhile."""
 
     @torch.inference_mode()
     def following() -> _Answer | None:
         return next(answers, None)
 
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
-        found = thread.submit(following)
-        while (answer := found.result()) is not None:
-            found = thread.submit(following)
-            yield answer
+    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+    found = [thread.submit(following)]
+
+    def made() -> Iterator[_Answer]:
+        with thread:
+            while (answer := found.pop().result()) is not None:
+                found.append(thread.submit(following))
+                yield answer
+
+    return made()
+
+
+def _hashes_of(model: CalibratedModel[_Answer]) -> tuple[str, str]:
+    """Return the hashes of a checkpoint's architecture and of its weights."""
+    return checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
 
 
 def check_int8(bits: WeightBits = 8) -> None:
@@ -297,7 +307,7 @@ def _calibration(
     Raises:
         CheckpointError: the stored calibration is damaged.
     """
-    hashes = checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
+    hashes = _hashes_of(model)
     if stored := _stored(model, hashes, bits):
         return stored, "stored with the checkpoint"
     digest = digest_of({"hashes": " ".join(hashes), "levels": str(product_of(bits).levels)})
@@ -307,7 +317,7 @@ def _calibration(
         if cached is not None and _fits(cached, model, bits):
             return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores)
+    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores, hashes)
     if cache is not None:
         try:
             with CacheFolder(cache).writing(name) as path:
@@ -378,12 +388,15 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: Weigh
     )
 
 
-def _codes(
-    layers: Mapping[LayerKey, LayerCalibration], bits: WeightBits
-) -> dict[LayerKey, LayerCodes]:
-    """Return the codes of the layers that run in int8."""
-    return {
+def _quantized(
+    programs: Sequence[Program], layers: Mapping[LayerKey, LayerCalibration], bits: WeightBits
+) -> dict[LayerKey, QuantizedLayer]:
+    """Return the layers that run in int8."""
+    kept = {key: layer for key, layer in layers.items() if layer.error <= MAX_LAYER_ERROR[bits]}
+    codes = {
         key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))
-        for key, layer in layers.items()
-        if layer.error <= MAX_LAYER_ERROR[bits]
+        for key, layer in kept.items()
+        if layer.packed is None
     }
+    packed = {key: layer.packed for key, layer in kept.items() if layer.packed is not None}
+    return packed | quantize_layers(programs, codes, bits)

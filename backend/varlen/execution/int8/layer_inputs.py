@@ -22,7 +22,7 @@ from varlen.execution.int8.quantization import (
     linear_weights,
     product_of,
 )
-from varlen.execution.int8.rounding import TOGETHER, rounded_codes, stored_codes
+from varlen.execution.int8.rounding import rounded_codes, stored_codes
 from varlen.program.program import Program
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS
@@ -36,8 +36,8 @@ OnProgress = Callable[[str, int, int], object]
 
 # Sums of products of columns that are held at a time, in elements of fp32: 256 MiB.
 _MOST_SUMS = 2**26
-# Columns whose products are summed together: products of a later and an earlier column are known then.
-_COLUMNS = 512
+# Most columns whose errors are corrected together.
+_TOGETHER = 512
 # Rows of a batch on which the error of a layer is measured.
 _ERROR_ROWS = 512
 
@@ -79,23 +79,17 @@ class _Layer:
         self._rows.append((x[::step].clone(), exact[::step].clone()))
 
     def add(self, x: Tensor) -> None:
-        """Add an input to the sums of products of two columns, above their diagonals."""
+        """Add an input to the sums of products of two columns."""
         self._largest = torch.maximum(self._largest, x.abs().amax(0))
-        parts = [x[:, first : first + TOGETHER] for first in range(0, x.shape[1], TOGETHER)]
+        parts = x.tensor_split(-(-x.shape[1] // _TOGETHER), 1)
         self._grams = self._grams or [x.new_zeros(part.shape[1], part.shape[1]) for part in parts]
         for gram, part in zip(self._grams, parts, strict=True):
-            for first in range(0, len(gram), _COLUMNS):
-                columns = part[:, first : first + _COLUMNS]
-                gram[first : first + _COLUMNS, first:].addmm_(columns.t(), part[:, first:])
+            gram.addmm_(part.t(), part)
 
     @torch.inference_mode()
     def calibrate(self, x: Tensor, bits: WeightBits) -> LayerCalibration:
         """Return the calibration of the layer, given its last input."""
         self.add(x)
-        for gram in self._grams:
-            for first in range(0, len(gram), _COLUMNS):
-                last = first + _COLUMNS
-                gram[last:, first:last] = gram[first:last, last:].t()
         # the columns with the largest values
         outliers = self._largest.topk(OUTLIERS).indices.sort().values
         chosen = stored_codes(self._weight, outliers, bits)
@@ -103,8 +97,8 @@ class _Layer:
         self._grams = []
         product = product_of(bits)
         operand = product.quantize(self._weight, self._bias, outliers, chosen)
-        error = self._error(QuantizedLayer(product.kernel, operand))
-        return LayerCalibration(error, outliers, *chosen)
+        layer = QuantizedLayer(product.kernel, operand)
+        return LayerCalibration(self._error(layer), outliers, *chosen, layer)
 
     def _error(self, layer: QuantizedLayer) -> float:
         """Return the error of a layer in int8, relative to its output."""
@@ -140,8 +134,6 @@ def calibrate_layers(
     weights = linear_weights(programs)
     ops = (op for program in programs for op in program.ops if op.kernel == "linear")
     uses = Counter(layer_key(*op.operands[1:]) for op in ops)
-    # timed before other threads work
-    product_of(bits)
     free, found = Semaphore(cores), dict[LayerKey, Future[LayerCalibration]]()
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as threads:
 
@@ -178,7 +170,7 @@ def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
     groups: list[list[LayerKey]] = []
     room = 0
     for key, number in columns.items():
-        size = number * min(number, TOGETHER)
+        size = number * min(number, _TOGETHER)
         if not groups or size > room:
             groups.append([])
             room = _MOST_SUMS

@@ -19,12 +19,10 @@ from varlen_kernels.reference.linear_int8 import (
     nearest_codes,
 )
 
-# Columns of the input whose errors are corrected together, which bounds the memory: about half a GB.
-TOGETHER = 4096
 # Part of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
 _DAMPING = 0.01
-# Columns of the input whose errors reach the columns after them in one product.
-_BLOCK = 64
+# Fewer columns of the input are corrected one by one, and halves of more in one product.
+_BLOCK = 16
 # Output features at a time, which bounds the memory.
 _FEATURES = 4096
 # Candidates for the scale of codes of 4 bits, by the scale of the nearest codes: smaller ones cut the largest weights.
@@ -44,8 +42,8 @@ def rounded_codes(
     Args:
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
-        grams: sums over tokens of the products of two columns of the input: a matrix for every `TOGETHER` columns.
-            Columns whose sums are not finite get the nearest codes.
+        grams: sums over tokens of the products of two columns of the input: a matrix for each part of the columns,
+            whose errors are corrected together. Columns whose sums are not finite get the nearest codes.
     """
     is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
     scale, codes = nearest_codes(weight, outliers, bits)
@@ -54,14 +52,16 @@ def rounded_codes(
         sizes = torch.cat([gram.diagonal() for gram in grams]) * is_kept
         for part in _features(weight):
             scale[part] = _best_scale(weight[:, part], scale[part], sizes, bits)
-    for number, gram in enumerate(grams):
-        columns = is_kept[number * TOGETHER : (number + 1) * TOGETHER].nonzero()[:, 0]
+    first = 0
+    for gram in grams:
+        columns = is_kept[first : first + len(gram)].nonzero()[:, 0]
         columns = columns[gram.diagonal()[columns].argsort(descending=True)]
         feedback = _feedback(gram, columns)
         if feedback is not None:
-            columns += number * TOGETHER
+            columns += first
             for part in _features(weight):
                 codes[columns, part] = _codes(weight[columns, part], scale[part], feedback, bits)
+        first += len(gram)
     return WeightCodes(scale, codes)
 
 
@@ -145,17 +145,27 @@ def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) ->
         scale: `[features]` fp32.
         feedback: `[hidden, hidden]` fp32.
     """
-    largest = largest_code(bits)
-    codes, errors = torch.empty_like(weight), torch.empty_like(weight)
-    for first in range(0, len(weight), _BLOCK):
-        block = slice(first, first + _BLOCK)
-        goals = weight[block] + feedback[:first, block].t() @ errors[:first]
-        rows = zip(
-            goals, weight[block], codes[block], errors[block], feedback[block, block], strict=True
-        )
-        # results go where they stay: a call of torch takes as long as its work
-        for after, (goal, exact, code, error, shares) in enumerate(rows, 1):
-            torch.div(goal, scale, out=code).round_().clamp_(-largest, largest)
-            torch.sub(exact, torch.mul(code, scale, out=error), out=error)
-            goals[after:].addr_(shares[after:], error)
+    exact = weight / scale
+    codes = torch.empty_like(exact)
+    _choose(exact.clone(), exact, codes, feedback, largest_code(bits))
     return codes.to(torch.int8)
+
+
+def _choose(goals: Tensor, exact: Tensor, codes: Tensor, feedback: Tensor, largest: int) -> None:
+    """Choose codes of columns; each goal becomes the error of its code.
+
+    Args:
+        goals, exact: `[hidden, features]` fp32, in steps of a code.
+    """
+    half = len(goals) // 2
+    if half >= _BLOCK:
+        _choose(goals[:half], exact[:half], codes[:half], feedback[:half, :half], largest)
+        goals[half:].addmm_(feedback[:half, half:].t(), goals[:half])
+        _choose(goals[half:], exact[half:], codes[half:], feedback[half:, half:], largest)
+        return
+    rows = zip(goals, exact, codes, feedback, strict=True)
+    # results go where they stay: a call of torch takes as long as its work
+    for after, (goal, weight, code, shares) in enumerate(rows, 1):
+        torch.round(goal, out=code).clamp_(-largest, largest)
+        torch.sub(weight, code, out=goal)
+        goals[after:].addr_(shares[after:], goal)

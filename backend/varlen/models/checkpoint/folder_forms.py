@@ -13,7 +13,8 @@ from varlen.models.checkpoint.sentence_transformers import has_router
 from varlen.models.checkpoint.weights import INDEX, SINGLE, is_pickle
 from varlen.models.static import static_folder
 
-_ORIGINAL = "take the checkpoint of transformers that it was made of, which its model card names"
+GGUF = ".gguf"
+ORIGINAL = "take the checkpoint of transformers that it was made of, which its model card names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ _OTHER_MODELS = (
         _Form(
             ("model.bin", vocabulary),
             "a model of CTranslate2, whose weights are no pickle and are not read",
-            _ORIGINAL,
+            ORIGINAL,
         )
         for vocabulary in ("shared_vocabulary.*", "source_vocabulary*", "vocabulary.*")
     ),
@@ -54,17 +55,17 @@ _OTHER_WEIGHTS = (
     _Form(
         ("*.gguf",),
         "weights of llama.cpp",
-        f"{_ORIGINAL}, or widen it (docs/start/models.md, GGUF)",
+        "varlen fetch FILE.gguf makes a checkpoint of it",
     ),
     *(
         _Form(
             (pattern,),
             "only weights of ONNX",
-            f"{_ORIGINAL}, or serve this file by the ONNX Runtime backend of the server",
+            f"{ORIGINAL}, or serve this file by the ONNX Runtime backend of the server",
         )
         for pattern in ("*.onnx", "onnx/*.onnx")
     ),
-    _Form(("openvino_model.xml",), "only weights of OpenVINO", _ORIGINAL),
+    _Form(("openvino_model.xml",), "only weights of OpenVINO", ORIGINAL),
     *(
         _Form(
             (name,),
@@ -86,11 +87,36 @@ def check_form(shown: str | Path, names: Collection[str]) -> None:
         names: names of its files, and of files in its folders with a slash.
     """
     forms = _OTHER_MODELS
-    if not any(name.endswith(".safetensors") or is_pickle(PurePath(name).name) for name in names):
+    if not _has_weights(names):
         forms += _OTHER_WEIGHTS
     for form in forms:
         if name := form.find(names):
             raise CheckpointError(f"{shown} holds {form.what} ({name}); {form.remedy}")
+
+
+def choose_gguf(source: str, names: Collection[str], part: str = "") -> str | None:
+    """Return the name of a source's GGUF file; None without one.
+
+    Args:
+        part: part of the name, such as Q4_K_M. If it is empty, other weights come first.
+
+    Raises:
+        CheckpointError: not one file has this part, or it is one of several that make a model.
+    """
+    found = sorted(name for name in names if name.endswith(GGUF) and "mmproj" not in name)
+    if not part and (_has_weights(names) or not found):
+        return None
+    fit = [name for name in found if part.lower() in name.lower()]
+    if len(fit) != 1:
+        raise CheckpointError(
+            f"{source} has {len(fit)} GGUF files{part and f' with {part} in the name'}; give one, as FOLDER/FILE.gguf"
+            f" or org/name:PART, a part of its name. It has {', '.join(found)}"
+        )
+    return fit[0]
+
+
+def _has_weights(names: Collection[str]) -> bool:
+    return any(name.endswith(".safetensors") or is_pickle(PurePath(name).name) for name in names)
 
 
 def check_is_folder(path: Path) -> None:

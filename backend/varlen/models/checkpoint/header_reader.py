@@ -12,6 +12,7 @@ from varlen.models.checkpoint.weights import (
     check_indices,
     check_tensor,
     check_unused,
+    is_quantized,
 )
 
 # Stands for a tensor that is not read.
@@ -78,8 +79,10 @@ class HeaderReader(LayerReader):
         **_: object,
     ) -> Linear:
         for name, fan_out in zip(names, fan_outs, strict=True):
-            shape = (fan_in, fan_out) if is_saved_by_input else (fan_out, fan_in)
-            self.tensor(f"{name}.weight", *shape)
+            weight, shape = f"{name}.weight", (fan_out, fan_in)
+            if is_saved_by_input and not is_quantized(self._headers, weight):
+                shape = fan_in, fan_out
+            self.tensor(weight, *shape)
             self._linears.add(name)
             if bias:
                 self.tensor(f"{name}.bias", fan_out)

@@ -50,7 +50,7 @@ class Linear:
         parts: layers of the checkpoint that it has side by side.
         stored: the weight as it was read, if it still exists. An adapter of a layer whose weight is another one, such
             as a scaled one, would be added to the wrong layer.
-        blocks: the weight as codes of 4 bits; then `weight` has no memory.
+        blocks: the weight as codes; then `weight` has no memory.
     """
 
     weight: Tensor
@@ -177,7 +177,7 @@ class LayerReader(Container[str]):
     _stage: StageLayers | None = None
     # whether the inputs of an output of a linear layer lie side by side, as decode kernels of a GPU read them
     by_output = False
-    # whether linear layers keep codes of 4 bits, which products of a CPU read
+    # whether linear layers keep codes of blocks, which products of a CPU read
     keeps_codes = False
 
     def __init__(
@@ -355,7 +355,7 @@ class LayerReader(Container[str]):
             split: the axis along which ranks divide the layer.
             units: numbers of heads whose features each output consists of; None where any feature may be apart.
             parts: equal parts of the outputs of one layer that mean different things, such as queries, keys, values.
-            is_saved_by_input: whether their files have weights `[in, out]`.
+            is_saved_by_input: whether their files have weights `[in, out]`, unless these are quantized.
 
         Raises:
             ConfigError: the ranks cannot divide the layer.
@@ -363,6 +363,7 @@ class LayerReader(Container[str]):
         import torch
 
         split = "none" if self.rank == ALONE else split
+        is_saved_by_input &= not self._weights.is_quantized(f"{names[0]}.weight")
         inputs = [(0, fan_in)]
         if split == "inputs":
             self._check(names[0], fan_in)
@@ -398,7 +399,9 @@ class LayerReader(Container[str]):
             LayerPart(
                 name,
                 width,
-                None if split == "none" else LayerCut((fan_in, fan_out), inputs[0], tuple(bounds)),
+                None
+                if split == "none" and blocks is None
+                else LayerCut((fan_in, fan_out), inputs[0], tuple(bounds)),
             )
             for name, fan_out, width, bounds in zip(names, fan_outs, widths, outputs, strict=True)
         )
@@ -419,10 +422,10 @@ class LayerReader(Container[str]):
         inputs: tuple[int, int],
         outputs: Sequence[Sequence[tuple[int, int]]],
     ) -> BlockWeight | None:
-        """Return layers side by side as codes of 4 bits; None if they cannot stay."""
+        """Return layers side by side as codes; None if they cannot stay."""
         import torch
 
-        from varlen_kernels.cpu.bodies.panel_layout import pack_blocks
+        from varlen_kernels.cpu.bodies.panel_layout import HAS_TABLES, pack_blocks
 
         layers = zip(names, fan_outs, strict=True)
         read = (self._weights.read_blocks(f"{name}.weight", out, fan_in) for name, out in layers)
@@ -430,17 +433,22 @@ class LayerReader(Container[str]):
         size = gcd(*inputs, *(fan_in // each.scale.shape[1] for each in found))
         if len(found) < len(names) or size % BLOCK_STEP:
             return None
+        bits, table, order = found[0][3:]
+        if any(each.kind != found[0].kind for each in found):
+            return None
+        # some inputs in an order of their own are parts of groups
+        if (table is not None and not HAS_TABLES) or (order is not None and inputs != (0, fan_in)):
+            return None
         parts = [
             each.part(bounds, inputs, size) for each, bounds in zip(found, outputs, strict=True)
         ]
         codes, scale = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
         offset = None
         if any(each.offset is not None for each in parts):
-            # what code 0 stands for where the zero point is 8
             offset = torch.cat(
-                [-8 * each.scale if each.offset is None else each.offset for each in parts]
+                [each.scale * 0 if each.offset is None else each.offset for each in parts]
             )
-        return pack_blocks(codes, scale, offset)
+        return pack_blocks(codes, scale, offset, bits, table, order)
 
     def _new_weight(self, fan_in: int, fan_out: int, device: torch.device) -> Tensor:
         import torch

@@ -114,9 +114,9 @@ def _read(given: object, name: str, config: Json) -> Quantization:
             f"{name} has quant_method {show(method)}; allowed: {', '.join(_METHODS)}; {_UNQUANTIZED}"
         )
     method = _METHODS[method.lower()]
-    if config.get("model_type") == "gpt2":
+    if config.get("model_type") == "gpt2" and method != "gptq":
         raise CheckpointError(
-            f"{name} quantizes a gpt2, whose layers are saved by input; {_UNQUANTIZED}"
+            f"{name} has quant_method {show(method)}; allowed for a gpt2: gptq; {_UNQUANTIZED}"
         )
     is_compressed = method == "compressed-tensors"
     names = {} if is_compressed else _OLD_NAMES

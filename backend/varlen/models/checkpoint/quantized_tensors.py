@@ -53,22 +53,33 @@ _OF_ACTIVATIONS = tuple(
     for what in ("scale", "zero_point", "scale_ub")
 )
 _DAMAGED = "the checkpoint is damaged: download it again"
-# Bits of the codes that products read, and what the inputs of their blocks are a multiple of.
-_BLOCK_BITS, BLOCK_STEP = 4, 16
+# What the inputs of blocks are a multiple of, whose codes products read.
+BLOCK_STEP = 16
 
 
 class CodeBlocks(NamedTuple):
     """A weight `[out, in]` whose neighbouring inputs share a scale, with the codes that it has.
 
     Attributes:
-        codes: `[out, in]` uint8, from 0 to 15.
+        codes: `[out, in]` uint8.
         scale: `[out, blocks]` fp32.
-        offset: value of code 0, of the shape of scales; None for zero points of 8.
+        offset: value of the middle code, of the shape of scales; None for 0.
+        table: `[16]` fp32, the values of codes; None for whole numbers.
+        order: `[in]`, the places of the inputs, which the codes have in this order; None where they are in order.
     """
 
     codes: Tensor
     scale: Tensor
     offset: Tensor | None
+    bits: int
+    table: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers side by side have in common."""
+        shared = (self.table, self.order)
+        return self.bits, *(None if each is None else each.tolist() for each in shared)
 
     def part(
         self, outputs: Iterable[tuple[int, int]], inputs: tuple[int, int], size: int
@@ -93,7 +104,7 @@ class CodeBlocks(NamedTuple):
 
         outputs = list(outputs)
         offset = None if self.offset is None else of_blocks(self.offset)
-        return CodeBlocks(cut(self.codes, 1), of_blocks(self.scale), offset)
+        return self._replace(codes=cut(self.codes, 1), scale=of_blocks(self.scale), offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +157,13 @@ class QuantizedTensor:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether its codes may stay, unless inputs have an order of their own."""
+        """Whether its codes may stay, unless groups have different numbers of inputs."""
         rows, columns = self.block
-        return (
-            self.layout in ("gptq", "awq", "packed")
-            and (self.bits, rows) == (_BLOCK_BITS, 1)
-            and not (columns % BLOCK_STEP or self.shape[1] % columns)
-        )
+        is_whole = self.codes.dtype not in _FP8 and rows == 1
+        return is_whole and not (columns % BLOCK_STEP or self.shape[1] % columns)
 
     def blocks(self, read: Read) -> CodeBlocks | None:
-        """Return its codes; None if inputs have an order of their own.
+        """Return its codes; None if groups have different numbers of inputs.
 
         It `has_blocks`.
 
@@ -164,14 +172,27 @@ class QuantizedTensor:
         """
         import torch
 
+        (features, hidden), (_, size) = self.shape, self.block
+        if self.table is not None:
+            codes, table = self._indices(read).view(self.shape), read(self.table["quant_map"])
+            return CodeBlocks(codes, self._factors(read).view(features, -1), None, 4, table)
         order = None if self.order is None else self._groups(read(self.order))
-        if order is not None and not order.equal(torch.arange(len(order)) // self.block[1]):
-            return None
-        scale, zero = self._by_output(read(self.scale)).float(), self._zero_points(read)
+        if order is not None:
+            order = None if order.equal(groups := torch.arange(hidden) // size) else order
+        if order is not None:
+            places = order.argsort(stable=True)
+            if not order[places].equal(groups):
+                return None
+            order = places
+        codes, scale = self._codes(read(self.codes)), self._by_output(read(self.scale)).float()
+        scale, zero = scale / self.divisor, self._zero_points(read)
         middle = 1 << (self.bits - 1)
-        is_symmetric = self.offset == middle if zero is None else bool((zero == middle).all())
-        offset = None if is_symmetric or zero is None else -zero * scale
-        return CodeBlocks(self._codes(read(self.codes)), scale, offset)
+        if self.layout == "plain":
+            codes, middle = codes.view(torch.uint8) ^ middle, 0
+        offset = None if zero is None or bool((zero == middle).all()) else (middle - zero) * scale
+        return CodeBlocks(
+            codes if order is None else codes[:, order], scale, offset, self.bits, order=order
+        )
 
     def widen(self, read: Read) -> Tensor:
         """Return the weight, `[out, in]` fp32.
@@ -254,25 +275,31 @@ class QuantizedTensor:
             )
         return order.long()
 
-    def _look_up(self, read: Read, out: Tensor) -> None:
+    def _indices(self, read: Read) -> Tensor:
+        """Return the codes of a "table", one after another, perhaps with one more."""
         import torch
 
+        packed = read(self.codes).flatten().view(torch.uint8)
+        return torch.stack((packed >> 4, packed & 15), 1).flatten()[: prod(self.shape)]
+
+    def _factors(self, read: Read) -> Tensor:
+        """Return the scales of a "table", fp32."""
         assert self.table is not None
-        offset, nested = self.numbers
-        scale = read(self.scale)
-        if "nested_absmax" in self.table:
-            factors = read(self.table["nested_absmax"]).repeat_interleave(nested)[: len(scale)]
-            entries = read(self.table["nested_quant_map"])
-            scale = entries.index_select(0, scale.int()) * factors + offset
-        entries, packed = read(self.table["quant_map"]), read(self.codes).flatten()
-        packed, size = packed.view(torch.uint8), self.block[1]
-        # whole blocks and whole bytes
+        (offset, nested), scale = self.numbers, read(self.scale)
+        if "nested_absmax" not in self.table:
+            return scale
+        factors = read(self.table["nested_absmax"]).repeat_interleave(nested)[: len(scale)]
+        entries = read(self.table["nested_quant_map"])
+        return entries.index_select(0, scale.int()) * factors + offset
+
+    def _look_up(self, read: Read, out: Tensor) -> None:
+        assert self.table is not None
+        scale, entries = self._factors(read), read(self.table["quant_map"])
+        codes, size = self._indices(read), self.block[1]
         step = _AT_ONCE // size * size
         for first in range(0, len(out), step):
             part = out[first : first + step]
-            some = packed[first // 2 : (first + len(part) + 1) // 2]
-            codes = torch.stack((some >> 4, some & 15), 1).flatten()[: len(part)]
-            part.copy_(entries.index_select(0, codes.int()))
+            part.copy_(entries.index_select(0, codes[first : first + step].int()))
             some_scales = scale[first // size : -(-(first + len(part)) // size)]
             part *= some_scales.repeat_interleave(size)[: len(part)]
 
@@ -535,11 +562,7 @@ def describe(
     is_kept = keeps_codes and any(
         each.quantized is not None and each.quantized.has_blocks for each in headers
     )
-    kept = (
-        "a CPU keeps the 4 bits of linear layers whose inputs are in order; others"
-        if is_kept
-        else "they"
-    )
+    kept = "a CPU keeps the codes of linear layers; others" if is_kept else "they"
     return (
         f"weights quantized by {quantization.method}: {kinds or 'none'}; {kept} are widened to the dtype of the model"
         f" as they are loaded{f'; {also} are not quantized' if also else ''}"

@@ -138,30 +138,33 @@ class RotaryConfig:
 
 
 def read_rotary(
-    config: Json, *, default_theta: float = 10_000.0, partial_dim: int | None = None
+    config: Json,
+    *,
+    default_theta: float = 10_000.0,
+    dim: int | None = None,
+    is_partial: bool = False,
 ) -> RotaryConfig:
     """Return the rotary positions of a config.json.
 
     Args:
         default_theta: the base of the frequencies where the file has none.
-        partial_dim: features of a head, of a model that may rotate some of them, or have longrope.
+        dim: features of a head, of a model that may have longrope.
+        is_partial: whether some of them may rotate.
 
     Raises:
         CheckpointError: a field is damaged, or the variant is not served.
     """
     name, rotary = _settings(config)
-    kind = _read_kind(rotary, name, has_longrope=partial_dim is not None)
-    fixed = {} if partial_dim is not None else {_SHARE: 1.0}
+    kind = _read_kind(rotary, name, has_longrope=dim is not None)
+    fixed = {} if is_partial else {_SHARE: 1.0}
     known = ("rope_type", "type", "rope_theta", _SHARE, *_FIELDS_OF_TYPE[kind])
     check_fields(rotary, name, known=known, fixed=fixed)
     positions = read_int(config, "max_position_embeddings")
-    share = 1.0 if partial_dim is None else _read_share(config, rotary, name, partial_dim)
+    share = _read_share(config, rotary, name, dim) if is_partial and dim else 1.0
     scaling: Scaling
     if kind == "longrope":
-        assert partial_dim is not None
-        positions, scaling = _read_longrope(
-            config, rotary, name, positions, int(partial_dim * share) // 2
-        )
+        assert dim is not None
+        positions, scaling = _read_longrope(config, rotary, name, positions, int(dim * share) // 2)
     else:
         scaling = _read_scaling(kind, rotary, name, positions)
     if isinstance(scaling, YarnScaling):

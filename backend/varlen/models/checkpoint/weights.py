@@ -158,6 +158,11 @@ def check_tensor(
     return header
 
 
+def is_quantized(headers: Mapping[str, TensorHeader], name: str) -> bool:
+    """Return whether a tensor has parts."""
+    return name in headers and headers[name].quantized is not None
+
+
 def check_indices(headers: Mapping[str, TensorHeader], name: str, count: int) -> TensorHeader:
     """Return the header of a tensor of row numbers, `[count]`.
 
@@ -281,8 +286,11 @@ class CheckpointWeights:
             else header.quantized.widen(self._values)
         )
 
+    def is_quantized(self, name: str) -> bool:
+        return is_quantized(self._headers, name)
+
     def read_blocks(self, name: str, *shape: int) -> CodeBlocks | None:
-        """Return a weight as codes of 4 bits; None if they cannot stay.
+        """Return a weight as codes; None if they cannot stay.
 
         Raises:
             CheckpointError: see `check_tensor`.

@@ -228,8 +228,12 @@ class GroupMemory:
             if remaining == 1
             and group.is_encoded
             and (
-                group.beams is not None
-                or (first := group.first).num_computed == len(first.block_ids) * size
+                (first := group.first).num_computed == len(first.block_ids) * size
+                # beams begin blocks together
+                or (
+                    group.beams is not None
+                    and (first.num_computed % size == 0 or first.num_computed == first.num_tokens)
+                )
                 or is_shared(first.block_ids[-1])
             )
         ]

@@ -223,17 +223,18 @@ class GroupQueues:
         Raises:
             HeldByStepError: one would preempt a held group; the waiting groups before it have started.
         """
-        lacks_slots = False
+        lacks_slots, free = False, self._free_tokens(step)
         while self._waiting:
             group = self._waiting[0]
             # what does not fit into the step starts in a later one: a source text runs in one piece
-            fits = not self.running or group.least_tokens <= self._free_tokens(step)
+            fits = not self.running or group.least_tokens <= free
             if not fits and step.is_reduced:
                 break
             lacks_slots = fits and not self._slots.have(group)
             has_started = fits and not lacks_slots and self._start(group)
             if not has_started and not self._make_room(group, step, held):
                 break
+            free = free - group.least_tokens if has_started else self._free_tokens(step)
         # without this condition, short ones could keep it from blocks for ever
         if self._waiting and lacks_slots:
             self._start_short(step)

@@ -157,7 +157,7 @@ _WORKERS_ENDED = "worker processes ended while they ran this request; the server
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
-# Expected seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
+# Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
 _LAUNCH_SECONDS = 0.01
 
 
@@ -431,6 +431,7 @@ class IterationScheduler:
         """Return how many steps of these chunks may run in one launch.
 
         Its steps differ in the positions alone: no search begins a block or comes to its last token, and nothing waits.
+        It has several if two are expected to end in time; its own clock ends it.
         """
         most = self._limits.launch_steps
         if most == 1 or self._queues.num_waiting:
@@ -442,8 +443,7 @@ class IterationScheduler:
             tokens += chunk.beams
             last = group.max_length - 2
             most = min(most, size - chunk.start % size, last - chunk.start)
-        seconds = self._cost.seconds(1, tokens)
-        return max(1, min(most, int(_LAUNCH_SECONDS / seconds))) if seconds > 0 else 1
+        return max(1, most) if 2 * self._cost.seconds(1, tokens) < _LAUNCH_SECONDS else 1
 
     def _drafts(self, chunks: Mapping[Group, Chunk], tokens: int) -> dict[Group, tuple[Chunk, ...]]:
         """Return rows of drafted tokens, where `tokens` of a step are left.
@@ -513,11 +513,11 @@ class IterationScheduler:
         shape = _shape_of(*lengths, *sources)
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple([chunk.sequence for chunk in chunks])
-        seconds = step.steps * self._cost.seconds(1, shape.tokens)
+        seconds = self._cost.seconds(1, shape.tokens)
+        seconds = min(step.steps * seconds, max(seconds, _LAUNCH_SECONDS))
         copies = tuple((source, copy) for copy, source in step.copies.items())
-        batch = Batch(
-            sequences, shape, seconds, reason, chunks, copies, step.number, step.after, step.steps
-        )
+        of_launch = step.number, step.after, step.steps, _LAUNCH_SECONDS
+        batch = Batch(sequences, shape, seconds, reason, chunks, copies, *of_launch)
         new = [group for group in step.chunks if not group.has_started]
         if new:
             self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))

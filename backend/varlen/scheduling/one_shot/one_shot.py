@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import cast
-
-import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
@@ -218,14 +216,16 @@ class Forecaster:
 
     def forecast(self, lengths: Sequence[int]) -> Forecast:
         """Return the expected time of sequences of these lengths, in slow moments of the machine."""
-        limits, sizes = self._limits, np.array(lengths, dtype=float)
-        # full batches of sequences of one length
-        counts = np.minimum(limits.max_tokens // sizes, limits.max_sequences).clip(min=1.0)
-        tokens = counts * sizes
-        batches = self._costs.seconds_of(counts, tokens, tokens * sizes, sizes)
-        parts = float((batches / counts).sum())
-        longest = float(batches[sizes.argmax()])
-        return Forecast(self._worst_slowdown * parts, self._worst_slowdown * longest)
+        limits, seconds = self._limits, dict[int, float]()
+        parts = 0.0
+        for length, rows in Counter(lengths).items():
+            # full batches of sequences of one length
+            count = max(1, min(limits.max_tokens // length, limits.max_sequences))
+            tokens = count * length
+            shape = BatchShape(count, tokens, tokens * length, length)
+            seconds[length] = self._worst_slowdown * self._costs.seconds(shape)
+            parts += rows * seconds[length] / count
+        return Forecast(parts, seconds[max(lengths)])
 
     def alone(self, shape: BatchShape) -> float:
         """Return the time of a batch that runs alone, over its time beside others."""

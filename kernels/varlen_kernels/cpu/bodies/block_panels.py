@@ -1,10 +1,11 @@
-"""Linear layers whose weights are codes of 4 bits in blocks, compiled by numba.
+"""Linear layers whose weights are codes in blocks, compiled by numba.
 
 The inputs of a block have a scale and an offset for each feature, as the checkpoint has them: nothing is rounded but
-sums. A tile is up to 6 rows by the features of a panel. Its sums over a block stay in registers while codes become
-fp32 numbers, or pairs of bf16 ones where the CPU multiplies these; then they are scaled, and the offset is multiplied
-by the sum of the inputs, once for each block. A word of 32 bits has eight codes of a feature, whose inputs are
-neighbours, and the codes of even inputs are in its lower half: so a shift and a look-up make a vector of pairs.
+sums, and entries of a table. A tile is up to 6 rows by the features of a panel. Its sums over a block stay in registers
+while codes become fp32 numbers, or pairs of bf16 ones where the CPU multiplies these; then they are scaled, and the
+offset is multiplied by the sum of the inputs, once for each block. A word of 32 bits has the codes of a feature whose
+inputs are neighbours, and the codes of even inputs are in its lower half: so with 4 bits a shift and a look-up make a
+vector of pairs. Inputs with an order of their own are copied in that order first.
 
 Source: a group of weights with a scale, Frantar et al. 2022, arXiv:2210.17323.
 """
@@ -18,8 +19,8 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.bodies.epilogues import load_within, store_within
 from varlen_kernels.cpu.bodies.panel_layout import (
-    CODES,
     HAS_PAIRS,
+    HAS_TABLES,
     PANEL_FEATURES,
     PANEL_VECTORS,
     TILE_ROWS,
@@ -27,6 +28,7 @@ from varlen_kernels.cpu.bodies.panel_layout import (
 )
 from varlen_kernels.cpu.native.lanes import (
     element_address,
+    fetch_line,
     load,
     moved,
     multiply_add,
@@ -40,6 +42,7 @@ from varlen_kernels.cpu.native.native import (
     free_memory,
     inlined,
     inlined_body,
+    matrix_like,
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
@@ -53,21 +56,22 @@ _FLOAT = ir.FloatType()
 _FLOATS, _INTS = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT))
 _HALVES = ir.VectorType(_HALF, 2 * LANES)
 _ADD_PRODUCTS = f"llvm.fmuladd.v{LANES}f32"
-_ADD_PAIRS, _LOOK_UP = "llvm.x86.avx512bf16.dpbf16ps.512", "llvm.x86.avx512.permvar.hi.512"
-# The codes as bf16 numbers, twice: the instruction reads 5 bits of an index.
-_NUMBERS = ir.Constant(
-    _HALVES, 2 * [int(each) >> 16 for each in np.arange(16, dtype=np.float32).view(np.uint32)]
-)
-# Value of code 0 in scales, of a weight without zero points.
-_ZERO, _MIDDLE = np.float32(0), np.float32(-8)
+_ADD_PAIRS, _LOOK_UP = "llvm.x86.avx512bf16.dpbf16ps.512", "llvm.x86.avx512.permvar.{}.512"
+_ZERO = np.float32(0)
+
+
+def _ints(number: int) -> Any:
+    return ir.Constant(_INTS, [number] * LANES)
 
 
 class _Tile:
     """Writes the instructions of a product of some rows with a block of a panel."""
 
-    def __init__(self, context: Any, builder: Any, kinds: Any, values: Any, rows: int) -> None:
-        self._builder = builder
-        x, row, column, panels, panel, place, words, sums = values
+    def __init__(
+        self, context: Any, builder: Any, kinds: Any, values: Any, rows: int, bits: int
+    ) -> None:
+        self._builder, self._bits = builder, bits
+        x, row, column, panels, panel, place, words, table, sums = values
         # bytes of a number of a row, and inputs that are multiplied at a time
         self._width = kinds[0].dtype.bitwidth // 8
         self._depth = 2 if HAS_PAIRS and self._width == 2 else 1
@@ -78,6 +82,15 @@ class _Tile:
 
         self._rows = [address(kinds[0], x, row, i, column) for i in range(rows)]
         self._words = address(kinds[3], panels, panel, 0, place)
+        none = _SIZE(0)
+        numbers = self._at(address(kinds[7], table, none, 0, none), none, _FLOATS)
+        self._numbers = builder.load(numbers, align=4)
+        if self._depth == 2:
+            # the nearest bf16 numbers, twice: the instruction reads 5 bits of an index
+            whole = builder.add(builder.bitcast(self._numbers, _INTS), _ints(1 << 15))
+            halves = builder.trunc(builder.lshr(whole, _ints(16)), ir.VectorType(_HALF, LANES))
+            places = ir.Constant(ir.VectorType(_INT, 2 * LANES), 2 * [*range(LANES)])
+            self._numbers = builder.shuffle_vector(halves, halves, places)
         self._totals = [
             [cgutils.alloca_once(builder, _FLOATS) for _ in range(PANEL_VECTORS)]
             for _ in range(rows)
@@ -87,7 +100,7 @@ class _Tile:
         with cgutils.for_range(builder, words) as word:
             self._add_products(word.index)
         for i, of_row in enumerate(self._totals):
-            to = address(kinds[7], sums, _SIZE(0), i, _SIZE(0))
+            to = address(kinds[8], sums, none, i, none)
             for j, total in enumerate(of_row):
                 builder.store(
                     builder.load(total), self._at(to, _SIZE(4 * LANES * j), _FLOATS), align=4
@@ -95,14 +108,14 @@ class _Tile:
 
     def _add_products(self, word: Any) -> None:
         """Add the products of a word's inputs."""
-        builder, word_bytes = self._builder, 4 * PANEL_FEATURES
+        builder, word_bytes, inputs = self._builder, 4 * PANEL_FEATURES, 32 // self._bits
         words = self._at(self._words, builder.mul(word, _SIZE(word_bytes)))
-        x_place = builder.mul(word, _SIZE(CODES * self._width))
+        x_place = builder.mul(word, _SIZE(inputs * self._width))
         codes = []
         for place in range(0, word_bytes, 4 * LANES):
-            self._fetch(self._at(words, _SIZE(place + _FETCHED_AHEAD)))
+            fetch_line(builder, self._at(words, _SIZE(place + _FETCHED_AHEAD)))
             codes.append(builder.load(self._at(words, _SIZE(place), _INTS), align=4))
-        for column in range(0, CODES, self._depth):
+        for column in range(0, inputs, self._depth):
             factors = [self._factors(each, column) for each in codes]
             place = builder.add(x_place, _SIZE(column * self._width))
             for row, of_row in zip(self._rows, self._totals, strict=True):
@@ -119,15 +132,26 @@ class _Tile:
         return number if self._depth == 2 else self._builder.bitcast(number, _FLOAT)
 
     def _factors(self, codes: Any, column: int) -> Any:
-        """Return the codes of an input as numbers, or of two as pairs of bf16."""
-        builder = self._builder
+        """Return the values of an input, or pairs of two as bf16."""
+        builder, at = self._builder, shift_of(column, self._bits)
+        if self._bits == 8 or not HAS_TABLES:
+            first = self._whole(codes, at)
+            if self._depth == 1:
+                return first
+            # no bit of a whole number of 8 bits is lost
+            low = builder.lshr(builder.bitcast(first, _INTS), _ints(16))
+            return builder.or_(low, builder.bitcast(self._whole(codes, at + 16), _INTS))
         if self._depth == 1:
-            shift = ir.Constant(_INTS, [shift_of(column)] * LANES)
-            code = builder.and_(builder.lshr(codes, shift), ir.Constant(_INTS, [15] * LANES))
-            return builder.sitofp(code, _FLOATS)
-        shift = ir.Constant(_HALVES, [shift_of(column)] * 2 * LANES)
+            return self._call(_LOOK_UP.format("sf"), self._numbers, builder.lshr(codes, _ints(at)))
+        shift = ir.Constant(_HALVES, [at] * 2 * LANES)
         places = builder.lshr(builder.bitcast(codes, _HALVES), shift)
-        return builder.bitcast(self._call(_LOOK_UP, _NUMBERS, places), _INTS)
+        return builder.bitcast(self._call(_LOOK_UP.format("hi"), self._numbers, places), _INTS)
+
+    def _whole(self, codes: Any, at: int) -> Any:
+        """Return the codes at a bit of each word as fp32 numbers with a sign."""
+        above = 32 - self._bits
+        code = self._builder.shl(codes, _ints(above - at))
+        return self._builder.sitofp(self._builder.ashr(code, _ints(above)), _FLOATS)
 
     def _added(self, total: Any, numbers: Any, factors: Any) -> Any:
         """Return sums plus products."""
@@ -150,34 +174,41 @@ class _Tile:
         function = cgutils.get_or_insert_function(self._builder.module, kind, name)
         return self._builder.call(function, values)
 
-    def _fetch(self, address: Any) -> None:
-        """Have a cache line read: it is needed soon."""
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
-        fetch = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
-        # to read, into all levels, of data
-        self._builder.call(fetch, (address, *map(_INT, (0, 3, 1))))
-
 
 @numba.extending.intrinsic
-def _multiply_block(_context, _rows, x, _row, _column, panels, _panel, _place, _words, sums):
+def _multiply_block(
+    _context, _rows, _bits, x, _row, _column, panels, _panel, _place, _words, table, sums
+):
     """Write the products of some rows with a block of a panel.
 
     Args:
         _rows: number of rows, 1 to TILE_ROWS, from `_row` on; their inputs are from `_column` on.
         x: `[tokens, hidden]` fp32, or bf16 as uint16.
-        panels: see `panel_layout.BlockWeight`; the block has `_words` words of each feature from `_place` on.
+        panels, _bits, table: see `panel_layout.BlockWeight`; the block has `_words` words of each feature from
+            `_place` on.
         sums: `[TILE_ROWS, PANEL_FEATURES]` fp32.
     """
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
         for rows in range(1, TILE_ROWS + 1):
-            with builder.if_then(builder.icmp_unsigned("==", values[0], _SIZE(rows))):
-                _Tile(context, builder, declared.args[1:], values[1:], rows)
+            for bits in (4, 8):
+                pairs = zip(values, (rows, bits), strict=False)
+                is_it = [builder.icmp_unsigned("==", each, _SIZE(size)) for each, size in pairs]
+                with builder.if_then(builder.and_(*is_it)):
+                    _Tile(context, builder, declared.args[2:], values[2:], rows, bits)
         return context.get_dummy_value()
 
     whole = types.int64
-    arguments = (whole, x, whole, whole, panels, whole, whole, whole, sums)
+    arguments = (whole, whole, x, whole, whole, panels, whole, whole, whole, table, sums)
     return types.none(*arguments), generate
+
+
+@inlined
+def _copy_in_order(x, first, order, copy):
+    """Write the inputs of some rows in an order of their own."""
+    for i in range(len(copy)):
+        for column in range(len(order)):
+            copy[i, column] = x[first + i, order[column]]
 
 
 @inlined
@@ -197,11 +228,11 @@ def _add_block(products, rows, scales, panel, x_sums, x_row, block, sums):
     width = scales.shape[1] // x_sums.shape[1]
     for lane in range(0, PANEL_FEATURES, LANES):
         scale = load(scales, panel, block * width + lane)
-        offset = scale * splat(_MIDDLE)
-        if width > PANEL_FEATURES:
-            offset = load(scales, panel, block * width + PANEL_FEATURES + lane)
         for i in range(rows):
-            value = multiply_add(splat(x_sums[x_row + i, block]), offset, load(sums, i, lane))
+            value = load(sums, i, lane)
+            if width > PANEL_FEATURES:
+                offset = load(scales, panel, block * width + PANEL_FEATURES + lane)
+                value = multiply_add(splat(x_sums[x_row + i, block]), offset, value)
             store(sums, i, lane, multiply_add(load(products, i, lane), scale, value))
 
 
@@ -213,28 +244,37 @@ def multiply_blocks(
     panels,  # see panel_layout.pack_blocks
     scales,
     bias,  # [1, features], or [1, 0] for none
+    order,
+    table,
     size,  # inputs of a block
+    bits,
     out,  # [tokens, features]
 ):
     """Write the results of some units; return whether memory ran out.
 
     A unit is a panel of a block of tokens.
     """
-    blocks, words = x.shape[1] // size, size // CODES
-    sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
-    memory = new_memory(2 * sum_bytes + 4 * BLOCK * blocks)
+    hidden, height = x.shape[1], min(BLOCK, len(x))
+    blocks, words = hidden // size, size * bits // 32
+    sum_bytes, x_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES), aligned(4 * height * blocks)
+    memory = new_memory(2 * sum_bytes + x_bytes + 4 * height * len(order))
     if memory == 0:
         return 1
     sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
     products = fp32_matrix(memory + sum_bytes, TILE_ROWS, PANEL_FEATURES)
-    x_sums = fp32_matrix(memory + 2 * sum_bytes, BLOCK, blocks)
+    x_sums = fp32_matrix(memory + 2 * sum_bytes, height, blocks)
     unit = first_unit
     while unit < last_unit:
         first, panel = unit // len(panels) * BLOCK, unit % len(panels)
         panel_end = min(len(panels), panel + last_unit - unit)
         unit += panel_end - panel
         count = min(BLOCK, len(x) - first)
-        _sum_blocks(x, first, count, size, x_sums)
+        inputs, x_row = x, first
+        if len(order) > 0:
+            inputs, x_row = matrix_like(x, memory + 2 * sum_bytes + x_bytes, count, hidden), 0
+            _copy_in_order(x, first, order, inputs)
+        if scales.shape[1] > blocks * PANEL_FEATURES:
+            _sum_blocks(inputs, x_row, count, size, x_sums)
         tiles = (count + TILE_ROWS - 1) // TILE_ROWS
         while panel < panel_end:
             column = panel * PANEL_FEATURES
@@ -251,7 +291,17 @@ def multiply_blocks(
                 for block in range(blocks):
                     place = block * words * PANEL_FEATURES
                     _multiply_block(
-                        rows, x, row, block * size, panels, panel, place, words, products
+                        rows,
+                        bits,
+                        inputs,
+                        x_row + begin,
+                        block * size,
+                        panels,
+                        panel,
+                        place,
+                        words,
+                        table,
+                        products,
                     )
                     _add_block(products, rows, scales, panel, x_sums, begin, block, sums)
                 for lane in range(0, min(PANEL_FEATURES, out.shape[1] - column), LANES):

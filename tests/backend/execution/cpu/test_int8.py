@@ -301,6 +301,19 @@ def test_few_texts_leave_the_quality_to_random_tokens(folder):
     assert -1 <= measured.spearman <= 1
 
 
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_calibration_does_not_depend_on_the_number_of_cores(folder, calibration, cores):
+    model = load_fp32(Checkpoint.open(folder))
+
+    again = int8_model.calibrate(model, TEXTS[:12], cores=cores)
+
+    assert again == calibration
+    for layer, expected in zip(again.layers, calibration.layers, strict=True):
+        assert torch.equal(layer.outliers, expected.outliers)
+        assert torch.equal(layer.scale, expected.scale)
+        assert torch.equal(layer.codes, expected.codes)
+
+
 def test_the_hash_of_weights_changes_with_one_of_them(folder):
     checkpoint = Checkpoint.open(folder)
     programs = load_fp32(checkpoint).programs

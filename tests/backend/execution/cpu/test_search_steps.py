@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from tests.checkpoints import change_tensors, save_checkpoint
@@ -94,6 +95,35 @@ def test_answers_are_those_of_steps_op_by_op(folder, expected, counts, cores, mo
 
     assert translations(folder) == expected
     assert max(map(max, counts)) > 1
+
+
+def test_sources_are_encoded_in_the_first_step_of_a_search(folder, expected, monkeypatch):
+    run, encoded = SearchSteps.run, []
+
+    def noted(self, step, logits):
+        encoded.append(len(step.sources.get("cu_seqlens", [0])) - 1)
+        return run(self, step, logits)
+
+    monkeypatch.setattr(SearchSteps, "run", noted)
+
+    assert translations(folder) == expected
+    assert sum(encoded) == len(expected)
+
+
+def test_parts_of_a_launch_end_together_once_its_time_is_over():
+    later, nothing = np.zeros((7, 1, 2), np.float32), np.zeros(1, np.uint8)
+    launch = cpu_runner._Launch(later, 1000.0, None, nothing)
+    launch.began -= 600
+    launch.furthest = 1
+    # one that is behind, and one whose step probably ends after 900 seconds
+    assert launch._goes_on(1)
+    assert launch._goes_on(2)
+
+    launch.began -= 300
+    launch.furthest = 2
+    assert not launch._goes_on(3)
+    assert launch._goes_on(2)
+    assert launch.last == 2
 
 
 def test_a_launch_ends_when_a_request_has_come(folder, expected, counts, monkeypatch):

@@ -15,7 +15,7 @@ from tests.backend.execution.test_step_packing import sequence_of_source
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
-from varlen.execution.arenas import KvSize
+from varlen.execution.arenas import KvSize, few_dims
 from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda import runner as cuda_runner
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
@@ -103,7 +103,11 @@ def over_caches(kind, program, **options):
     """Return a runner of a program, and its random caches."""
     generator = torch.Generator().manual_seed(0)
     caches = {s.name: torch.randn(s.shape, generator=generator) for s in program.states}
-    arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
+    layout, room = Layout(program.buffers, 256), 0
+    if kind is CudaSteps and (few := fuse_steps(program)):
+        room = Layout(few.buffers, 256).plan(few_dims(LARGEST)).footprint
+        options["few_rows"] = few
+    arena = Arena(layout, LARGEST, CPU, room=room)
     return kind(program, reference, arena, caches, **options), caches
 
 

@@ -118,7 +118,7 @@ def test_a_shard_that_the_index_names_and_that_is_absent_is_to_be_downloaded(fol
 
 # Files of each form, and what the refusal says.
 FORMS = {
-    "GGUF": (["model-q4_k_m.gguf"], "holds weights of llama.cpp (model-q4_k_m.gguf); take"),
+    "GGUF": (["model-q4_k_m.gguf"], "(model-q4_k_m.gguf); varlen fetch FILE.gguf makes"),
     "ONNX": (["model.onnx"], "holds only weights of ONNX (model.onnx); take the checkpoint"),
     "ONNX folder": (["onnx/model.onnx"], "holds only weights of ONNX (onnx/model.onnx); take"),
     "OpenVINO": (
@@ -165,7 +165,7 @@ def test_other_forms_beside_safetensors_stop_nothing(folder):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("model.gguf", "holds weights of llama.cpp (model.gguf); take the checkpoint"),
+        ("model.gguf", "holds weights of llama.cpp (model.gguf); varlen fetch FILE"),
         (WEIGHTS, "is a file, not a folder; give the checkpoint folder that holds it: "),
         ("absent", "is not a folder; give a Hugging Face checkpoint folder"),
     ],

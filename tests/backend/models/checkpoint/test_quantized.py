@@ -1,5 +1,6 @@
 """Quantized checkpoints of every served form, whole and damaged."""
 
+import logging
 import shutil
 
 import numpy as np
@@ -10,12 +11,15 @@ from tests.backend.models.paged import run_in_chunks
 from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import change_tensors, set_fields
 from tests.quantized import FORMS, save_quantized, widen
+from varlen import Encoder
+from varlen.execution import programs
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 LAYER = "model.layers.0.self_attn.q_proj"
+GPT2 = {"n_embd": 32, "n_inner": 64, "n_head": 4}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,7 @@ def test_weights_are_what_the_format_states(saved, form):
     (note,) = checkpoint_notes(checkpoint, "generate", 64)
     assert FORMS[form].says in note
     (note,) = checkpoint_notes(checkpoint, "generate", 64, keeps_codes=True)
-    may_stay = form not in ("gptq-8", "packed-8") and form.startswith(("awq", "gptq", "packed"))
-    assert ("keeps the 4 bits" in note) == may_stay
+    assert ("keeps the codes" in note) == (not form.startswith("fp8"))
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq-asymmetric", "int8", "fp8-blocks", "nf4-double"])
@@ -83,9 +86,7 @@ def test_a_model_answers_as_with_floats(saved, tmp_path, form):
 
 
 @pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
-@pytest.mark.parametrize(
-    "form", [name for name in FORMS if "4" in name or "awq" in name or "gptq" in name]
-)
+@pytest.mark.parametrize("form", [name for name in FORMS if not name.startswith("fp8")])
 def test_codes_that_stay_answer_as_floats(saved, tmp_path, form):
     folder, expected = saved(form)
     floats = shutil.copytree(folder, tmp_path / "floats")
@@ -97,16 +98,46 @@ def test_codes_that_stay_answer_as_floats(saved, tmp_path, form):
         torch.testing.assert_close(part, of_floats, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
+def test_a_decoder_that_embeds_keeps_codes(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
+    folder, floats = tmp_path / "codes", tmp_path / "floats"
+    expected = save_quantized(folder, "awq", "Qwen3Model")
+    widen(shutil.copytree(folder, floats), expected)
+    caplog.set_level(logging.INFO)
+
+    def embed(folder):
+        with Encoder.from_pretrained(folder, task="embed") as encoder:
+            return encoder.embed([[1, 2, 3], [*range(40)]])
+
+    found, wanted = map(embed, (folder, floats))
+
+    assert caplog.text.count("linear layers that keep codes: ") == 1
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+# nf4 has blocks of 64 weights: rows of 64, of 14 layers two, have whole ones
 @pytest.mark.parametrize(
-    "form, kept", [("awq", 14), ("gptq-old", 0), ("packed-4-channel", 14), ("gptq-8", 0)]
+    "form, kept", [("gptq-old", 14), ("int8", 14), ("nf4", 2), ("fp8-blocks", 0)]
 )
-def test_codes_of_4_bits_in_order_stay(saved, form, kept):
+def test_codes_of_blocks_that_lie_in_a_row_stay(saved, form, kept):
     folder, expected = saved(form)
 
     with CheckpointWeights(folder) as weights:
         found = [weights.read_blocks(name, *weight.shape) for name, weight in expected.items()]
 
     assert sum(each is not None for each in found) == kept
+
+
+def test_groups_of_different_sizes_are_widened(damaged):
+    def change(groups):
+        groups[groups.argmax()] = 0
+        return groups
+
+    folder = damaged("gptq-old", put(".g_idx", change))
+
+    with CheckpointWeights(folder) as weights:
+        assert weights.read_blocks(f"{LAYER}.weight", 32, 32) is None
 
 
 def test_a_cut_inside_a_block_makes_smaller_blocks(saved):
@@ -117,7 +148,8 @@ def test_a_cut_inside_a_block_makes_smaller_blocks(saved):
 
     part = blocks.part([(3, 9), (20, 32)], (8, 24), 8)
 
-    values = part.codes * part.scale.repeat_interleave(8, 1) + part.offset.repeat_interleave(8, 1)
+    scale, offset = (each.repeat_interleave(8, 1) for each in (part.scale, part.offset))
+    values = (part.codes - 8.0) * scale + offset
     rows = torch.cat([weight[3:9], weight[20:]])
     torch.testing.assert_close(values, rows[:, 8:24], rtol=1e-4, atol=1e-6)
 
@@ -273,12 +305,28 @@ def test_a_group_that_is_not_served_is_refused(saved, tmp_path, weights, message
         Checkpoint.open(folder)
 
 
-def test_a_model_whose_layers_are_saved_by_input_is_refused(make_checkpoint):
+def test_a_gpt2_of_another_method_is_refused(make_checkpoint):
     folder = make_checkpoint("GPT2LMHeadModel")
-    set_fields(folder, "config.json", quantization_config=FORMS["gptq"].config)
+    set_fields(folder, "config.json", quantization_config=FORMS["awq"].config)
 
-    with refused("quantizes a gpt2, whose layers are saved by input; take the checkpoint that"):
+    with refused('has quant_method "awq"; allowed for a gpt2: gptq; take the checkpoint that'):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("keeps_codes", [True, False])
+def test_a_gpt2_whose_layers_are_saved_by_output_answers_as_with_floats(tmp_path, keeps_codes):
+    folder, floats = tmp_path / "codes", tmp_path / "floats"
+    expected = save_quantized(folder, "gptq", "GPT2LMHeadModel", **GPT2)
+    save_quantized(floats, "gptq", "GPT2LMHeadModel", **GPT2)
+    # floats are saved by input
+    widen(floats, {name: each.t() for name, each in expected.items()})
+
+    actual, wanted = (
+        load(each, compiled=True, keeps_codes=keeps_codes) for each in (folder, floats)
+    )
+
+    for part, of_floats in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(part, of_floats, rtol=1e-4, atol=1e-5)
 
 
 # As checkpoints of the hub have it: Qwen2.5-0.5B-Instruct-AWQ, Mistral-7B-Instruct-v0.2-GPTQ of TheBloke,

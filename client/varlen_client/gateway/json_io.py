@@ -1,22 +1,26 @@
-"""Reads the JSON of bodies within limits, large ones in a thread.
+"""Reads JSON bodies, large ones in a thread, and writes answers, large ones in parts.
 
 A small body can ask for much work: two bytes are a value. So the values of a body are counted before they are parsed,
 and what remains is short: no step holds the interpreter's lock for more than a few tens of milliseconds, and other
-requests go on between the steps.
+requests go on between the steps, and between the parts of an answer, which is never in memory as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from varlen_client.errors import InvalidRequest
@@ -35,6 +39,9 @@ MAX_IDS = 1 << 19
 # Larger bodies are read in the thread.
 SMALL_BYTES = 16 << 10
 
+# Bytes of an answer that are written before other requests go on.
+_PART_BYTES = 128 << 10
+_JSON = "application/json"
 # Bytes that are counted in one step.
 _PIECE_BYTES = 64 << 10
 # The message of the parser, pydantic_core.
@@ -154,7 +161,7 @@ def _check_ids(given: Any, name: str, size: JsonSize) -> None:
 def size_of(body: bytes) -> JsonSize:
     """Return the size of a JSON text, in time linear in its bytes."""
     values = names = is_in_string = 0
-    for piece in _pieces(body):
+    for piece in _pieces_of(body):
         parts = piece.split(b'"')
         outside = b"".join(parts[is_in_string::2])
         values += sum(map(outside.count, (b",", b"[", b"{")))
@@ -163,7 +170,7 @@ def size_of(body: bytes) -> JsonSize:
     return JsonSize(values, names)
 
 
-def _pieces(body: bytes) -> Iterator[bytes]:
+def _pieces_of(body: bytes) -> Iterator[bytes]:
     """Yield a JSON text in pieces, without escaped characters."""
     begin = 0
     while begin < len(body):
@@ -196,3 +203,104 @@ def _why_no_json(body: bytes, error: str) -> str:
     except UnicodeDecodeError:
         return "the body cannot be read; send JSON in UTF-8"
     return f"the body is not JSON: {error}"
+
+
+# They are no dataclasses, which `to_json` writes as objects where `_pieces` does not find them.
+class Rows:
+    """A list whose items are made and written one by one; they may hold `Rows`."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+
+class Blocks:
+    """A list whose items are made and written one block at a time."""
+
+    def __init__(self, blocks: Iterable[Sequence[Any]]) -> None:
+        self.blocks = blocks
+
+
+def json_bytes(content: Any) -> bytes:
+    """Return an answer as JSON, which has no NaN and no infinity: they are null."""
+    return to_json(content, inf_nan_mode="null")
+
+
+def json_response(content: Mapping[str, Any] | Sequence[Any] | Rows | Blocks | bytes) -> Response:
+    """Return a response with an answer as JSON; a large one is a stream."""
+    parts = _parts(_pieces(content))
+    first = next(parts)
+    second = next(parts, None)
+    if second is None:
+        return Response(first, media_type=_JSON)
+    return StreamingResponse(_with_pauses(chain((first, second), parts)), media_type=_JSON)
+
+
+def listed(
+    model: str, data: Iterable[Any], tokens: int | None, *, prefix: str | None = None
+) -> Response:
+    """Return a list in OpenAI's form, or vLLM's, whose id has a `prefix`."""
+    answer: dict[str, Any] = {"object": "list", "model": model, "data": Rows(data)}
+    if prefix is not None:
+        answer |= {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+    return json_response(answer | usage_of(tokens))
+
+
+def usage_of(prompt_tokens: int | None, completion_tokens: int | None = None) -> dict[str, Any]:
+    """Return the field `usage` of an answer, if its tokens are known."""
+    if prompt_tokens is None:
+        return {}
+    counts = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + (completion_tokens or 0),
+    }
+    if completion_tokens is not None:
+        counts["completion_tokens"] = completion_tokens
+    return {"usage": counts}
+
+
+async def _with_pauses(parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    for part in parts:
+        yield part
+        # a fast reader never makes this wait
+        await asyncio.sleep(0)
+
+
+def _parts(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield pieces of JSON together, until they have the bytes of a part."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= _PART_BYTES:
+            yield bytes(part)
+            part.clear()
+    if part:
+        yield bytes(part)
+
+
+def _pieces(content: Any) -> Iterator[bytes]:
+    """Yield the JSON of an answer in pieces, one for each row and block."""
+    if isinstance(content, Mapping):
+        fields = (
+            chain((json_bytes(name) + b":",), _pieces(each)) for name, each in content.items()
+        )
+        yield from _joined(b"{", fields, b"}")
+    elif isinstance(content, Rows):
+        yield from _joined(b"[", (_pieces(each) for each in content.items), b"]")
+    elif isinstance(content, Blocks):
+        # without the brackets of its list
+        blocks = (json_bytes(each)[1:-1] for each in content.blocks if len(each))
+        yield from _joined(b"[", ((block,) for block in blocks), b"]")
+    elif isinstance(content, bytes):
+        # the server wrote it
+        yield content
+    else:
+        yield json_bytes(content)
+
+
+def _joined(opening: bytes, items: Iterable[Iterable[bytes]], closing: bytes) -> Iterator[bytes]:
+    yield opening
+    for index, item in enumerate(items):
+        if index:
+            yield b","
+        yield from item
+    yield closing
