@@ -40,12 +40,12 @@ from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.blocks.heads import Heads, record_head
-from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel
 from varlen.models.checkpoint.layers import StageLayers
 from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint.vector_layers import RoundLayer, load_layers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
+from varlen.models.registry import DecoderModel, EncoderDecoderModel
 from varlen.program.adapters import AdapterTables
 from varlen.program.program import Program, Value, bytes_of
 from varlen.program.rank import Rank

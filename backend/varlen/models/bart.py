@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.output import TableNames, read_tables, record_output, suppress_tokens
-from varlen.models.blocks.seq2seq_layers import (
+from varlen.models.blocks.heads import TableNames, read_tables, record_output, suppress_tokens
+from varlen.models.blocks.layer_parts import (
     DecoderLayer,
     EncoderLayer,
     FeedForward,
+    NormedFeedForward,
     ResidualStream,
     SelfAttention,
     SourceAttention,
+    record_decoder_layers,
+    record_encoder_layers,
+    store_source,
 )
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -94,33 +97,17 @@ class Bart:
         return self.target_embedding.token_table
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
-        heads = self.encoder_heads
-        stream = _stream(ops, self.source_embedding, self.encoder_layers, self.encoder_norm)
-        for layer in self.encoder_layers:
-            context = ops.attention_varlen(
-                layer.attention.qkv.record(ops, stream.x),
-                inputs.cu_seqlens(ops),
-                heads,
-                scale=heads.dim**-0.5,
-            )
-            stream.add(layer.attention.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        for number, decoder_layer in enumerate(self.layers):
-            kv = decoder_layer.source.kv.record(ops, stream.x)
-            cross.store(ops, number, kv, self.attention_heads)
+        heads, layers = self.encoder_heads, self.encoder_layers
+        stream = _stream(ops, self.source_embedding, layers, self.encoder_norm)
+        hidden = record_encoder_layers(ops, stream, layers, heads, scale=heads.dim**-0.5)
+        store_source(ops, cross, hidden, self.layers, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        heads = self.attention_heads
-        stream = _stream(ops, self.target_embedding, self.layers, self.decoder_norm)
-        for number, layer in enumerate(self.layers):
-            qkv = layer.attention.qkv.record(ops, stream.x)
-            context = attention.record(ops, number, qkv, heads)
-            stream.add(layer.attention.output.record(ops, context))
-            queries = layer.source.query.record(ops, stream.x)
-            context = cross.attend(ops, number, queries, heads, scale=heads.dim**-0.5)
-            stream.add(layer.source.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        return stream.x
+        heads, layers = self.attention_heads, self.layers
+        stream = _stream(ops, self.target_embedding, layers, self.decoder_norm)
+        return record_decoder_layers(
+            ops, stream, layers, heads, attention, cross, scale=heads.dim**-0.5
+        )
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)
@@ -395,14 +382,14 @@ class _BartReader:
             norm=self._norm(name),
         )
 
-    def mlp(self, layer: str, stack: StackConfig) -> FeedForward:
+    def mlp(self, layer: str, stack: StackConfig) -> NormedFeedForward:
         hidden, inner = self._config.hidden, stack.inner
-        return FeedForward(
-            up=self._read.linear([f"{layer}.fc1"], hidden, [inner], split="outputs"),
-            down=self._read.linear([f"{layer}.fc2"], inner, [hidden], split="inputs"),
-            norm=self._norm(f"{layer}.final"),
-            activation=self._config.activation,
+        part = FeedForward(
+            self._read.linear([f"{layer}.fc1"], hidden, [inner], split="outputs"),
+            self._read.linear([f"{layer}.fc2"], inner, [hidden], split="inputs"),
+            is_gated=False,
         )
+        return NormedFeedForward(part, self._norm(f"{layer}.final"), self._config.activation)
 
     def last_norm(self, stack: str) -> Norm | None:
         if not self._config.options.is_pre_norm:
@@ -491,7 +478,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Bart]:
     return Family(
         architectures={options.head: "translate"},
         heads={"translate": options.head},
-        fields=kind_fields.ENCODER_DECODER.plus(
+        fields=declare.ENCODER_DECODER.plus(
             BartConfig.names() | options.fields,
             # of heads that are not served
             ("id2label", "num_labels"),

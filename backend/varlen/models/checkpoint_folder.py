@@ -12,7 +12,7 @@ from pathlib import Path
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.extraction import load_extraction
-from varlen.models.blocks.output import load_masked_lm
+from varlen.models.blocks.heads import load_masked_lm
 from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
@@ -34,8 +34,10 @@ from varlen.models.checkpoint.extraction import (
 )
 from varlen.models.checkpoint.family import (
     NO_LABELS,
+    NOTHING,
     Family,
     HeadConfig,
+    HeaderReader,
     Labels,
     MaskedLMLayout,
     ModelSizes,
@@ -50,7 +52,6 @@ from varlen.models.checkpoint.generation_config import (
     read_end_tokens,
     read_translate_settings,
 )
-from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import (

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import HeadActivation, Heads
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -506,7 +505,7 @@ FAMILY = Family(
     names_layers=True,
     architectures=_ARCHITECTURES,
     heads=_HEAD_CLASSES,
-    fields=kind_fields.ENCODER.plus(
+    fields=declare.ENCODER.plus(
         DebertaConfig.names() | _MASKED_LM_FIELDS, (), {**_FIXED, "conv_groups": 1}
     ),
     read_sizes=DebertaConfig.read,
@@ -527,7 +526,7 @@ FIRST_FAMILY = replace(
     FAMILY,
     architectures=_FIRST_ARCHITECTURES,
     heads=_FIRST_HEAD_CLASSES,
-    fields=kind_fields.ENCODER.plus(
+    fields=declare.ENCODER.plus(
         (DebertaConfig.names() | _MASKED_LM_FIELDS) - _LATER_FIELDS,
         (),
         {**_FIXED, "talking_head": False},

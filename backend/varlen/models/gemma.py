@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import PackedAttention
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import read_output, read_top, suppress_tokens
+from varlen.models.blocks.heads import Heads, read_output, read_top, suppress_tokens
+from varlen.models.blocks.layer_parts import RmsResidualStream, SourceAttention
 from varlen.models.blocks.rotary import read_rotary_tables
-from varlen.models.blocks.seq2seq_layers import RmsResidualStream, SourceAttention
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import is_unread
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     check_fields,
+    is_causal,
     read_choice,
     read_flag,
     read_int,
@@ -367,7 +366,7 @@ def _family(
     return Family(
         architectures=architectures,
         heads=heads,
-        fields=kind_fields.DECODER.plus(
+        fields=declare.DECODER.plus(
             GemmaConfig.names() | options.fields | {options.activation_field},
             # transformers reads one of two names of the activation, and of the pattern the one without "_"
             {*other, "_sliding_window_pattern"},
@@ -382,7 +381,7 @@ def _family(
         tokenizer_class="GemmaTokenizer",
         kind="decoder",
         is_divisible=True,
-        is_causal=lambda config: kind_fields.is_causal(config) and not _reads_all(config),
+        is_causal=lambda config: is_causal(config) and not _reads_all(config),
     )
 
 
@@ -405,7 +404,7 @@ _DEFAULTS: Json = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
 }
-_PART_RULES = kind_fields.DECODER.plus(
+_PART_RULES = declare.DECODER.plus(
     GemmaConfig.names() | OPTIONS[_MODULE].fields | {"hidden_activation"},
     ("dropout_rate", "hidden_act"),
     {"use_bidirectional_attention": False},
@@ -450,10 +449,7 @@ class T5GemmaConfig(declare.ConfigFields):
     positions: int = declare.computed(
         lambda config: min(part.positions for part in _read_parts(config))
     )
-    has_tied_output: bool = declare.computed(
-        lambda config: read_flag(config, "tie_word_embeddings", default=True),
-        "tie_word_embeddings",
-    )
+    has_tied_output: bool = declare.flag("tie_word_embeddings", default=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,7 +591,7 @@ ENCODER_DECODERS: Mapping[str, Family[T5Gemma]] = {
     "t5gemma": Family(
         architectures={_HEAD: "translate"},
         heads={"translate": _HEAD},
-        fields=kind_fields.ENCODER_DECODER.plus(T5GemmaConfig.names()),
+        fields=declare.ENCODER_DECODER.plus(T5GemmaConfig.names()),
         read_sizes=T5GemmaConfig.read,
         load=load_t5gemma,
         # frequencies, which old releases saved; the table where the output is tied to it

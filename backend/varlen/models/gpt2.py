@@ -10,10 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import read_output, record_output
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.blocks.heads import Heads, read_output, record_output
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
@@ -162,7 +160,7 @@ def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
 FAMILY = Family(
     architectures={"GPT2LMHeadModel": "generate", "GPT2Model": "embed"},
     heads={"generate": "GPT2LMHeadModel"},
-    fields=kind_fields.DECODER.plus(
+    fields=declare.DECODER.plus(
         Gpt2Config.names(),
         # a head for several choices; another order of the same operations
         "summary_activation summary_proj_to_labels summary_type summary_use_proj"

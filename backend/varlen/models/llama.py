@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.feed_forward import Experts, FeedForward
-from varlen.models.blocks.output import read_top, record_output
+from varlen.models.blocks.heads import Heads, read_top, record_output
+from varlen.models.blocks.layer_parts import Experts, FeedForward
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
+    is_causal,
     read_choice,
     read_flag,
     read_int,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.blocks.attention import Attention
-    from varlen.models.blocks.heads import Heads
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
 
@@ -124,6 +123,10 @@ _POOLINGS: Mapping[str, Literal["cls", "mean", "last"]] = {
 }
 
 
+def _options(config: Json) -> Options:
+    return OPTIONS[config["model_type"]]
+
+
 def _read_pooling(config: Json) -> Literal["cls", "mean", "last"] | None:
     if config.get("sequence_pooling") is None:
         return None
@@ -131,12 +134,12 @@ def _read_pooling(config: Json) -> Literal["cls", "mean", "last"] | None:
 
 
 def _read_flag(config: Json, name: str) -> bool:
-    is_read = name in OPTIONS[config["model_type"]].fields
+    is_read = name in _options(config).fields
     return is_read and read_flag(config, name, default=False)
 
 
 def _read_heads(config: Json) -> AttentionHeads:
-    return read_heads(config, OPTIONS[config["model_type"]].head_dim)
+    return read_heads(config, _options(config).head_dim)
 
 
 def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
@@ -171,7 +174,7 @@ def read_heads(config: Json, default_dim: int | None) -> AttentionHeads:
 
 
 def _read_rotary(config: Json) -> RotaryConfig:
-    options = OPTIONS[config["model_type"]]
+    options = _options(config)
     return read_rotary(
         config,
         default_theta=options.theta,
@@ -181,10 +184,10 @@ def _read_rotary(config: Json) -> RotaryConfig:
 
 
 def _read_windows(config: Json) -> tuple[int, ...]:
-    options, positions = OPTIONS[config["model_type"]], _read_rotary(config).positions
+    options, positions = _options(config), _read_rotary(config).positions
     layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
-    if window is not None and not kind_fields.is_causal(config):
+    if window is not None and not is_causal(config):
         # the masks of transformers then include the distance itself
         window += 1
     size = 0 if window is None or window >= positions else window
@@ -243,21 +246,15 @@ class LlamaConfig(declare.ConfigFields):
     inner: int = declare.size("intermediate_size")
     windows: tuple[int, ...] = declare.computed(_read_windows, "num_hidden_layers")
     norm_eps: float = declare.computed(
-        lambda config: read_norm_eps(
-            config, "rms_norm_eps", default=OPTIONS[config["model_type"]].norm_eps
-        ),
+        lambda config: read_norm_eps(config, "rms_norm_eps", default=_options(config).norm_eps),
         "rms_norm_eps",
     )
     has_qkv_bias: bool = declare.computed(
-        lambda config: (
-            OPTIONS[config["model_type"]].has_qkv_bias or _read_flag(config, "attention_bias")
-        )
+        lambda config: _options(config).has_qkv_bias or _read_flag(config, "attention_bias")
     )
     has_output_bias: bool = declare.computed(lambda config: _read_flag(config, "attention_bias"))
     has_mlp_bias: bool = declare.computed(lambda config: _read_flag(config, "mlp_bias"))
-    has_head_norms: bool = declare.computed(
-        lambda config: OPTIONS[config["model_type"]].has_head_norms
-    )
+    has_head_norms: bool = declare.computed(lambda config: _options(config).has_head_norms)
     has_tied_output: bool = declare.flag("tie_word_embeddings")
     score_pooling: Literal["cls", "mean", "last"] = declare.computed(
         lambda config: _read_pooling(config) or "last"
@@ -375,7 +372,7 @@ def load(
     prefix = "model." if "model.embed_tokens.weight" in read else ""
     table_name = f"{prefix}embed_tokens.weight"
     table = read.token_table(table_name, *shape)
-    options = OPTIONS[fields["model_type"]]
+    options = _options(fields)
     gated_mlp = partial(
         read_gated_mlp,
         sizes=(config.width, config.inner),
@@ -533,7 +530,7 @@ def make_family(
     return Family(
         architectures=architectures,
         heads=heads,
-        fields=kind_fields.DECODER.plus(
+        fields=declare.DECODER.plus(
             read | _OF_FIRST_RELEASES,
             # another order of the same sums
             ("pretraining_tp",),

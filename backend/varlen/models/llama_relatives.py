@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models import llama
 from varlen.models.blocks import inputs
-from varlen.models.blocks.feed_forward import Experts, FeedForward
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import read_top, record_output
+from varlen.models.blocks.heads import Heads, read_top, record_output
+from varlen.models.blocks.layer_parts import Experts, FeedForward
 from varlen.models.blocks.rotary import RotaryPositions, half_order, read_rotary_tables
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import (
     Json,
     read_choice,
@@ -44,15 +42,12 @@ from varlen.models.checkpoint.rotary_config import (
     read_rotary_of_kinds,
     read_windows,
 )
-from varlen.models.llama import read_gated_mlp, read_heads
 from varlen.program.heads import AttentionHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.blocks.attention import Attention
-    from varlen.models.blocks.heads import Heads
-    from varlen.models.checkpoint.layers import LayerReader
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
 
@@ -101,7 +96,7 @@ _EUROBERT = Family(
         "rerank": "EuroBertForSequenceClassification",
         "token_classify": "EuroBertForTokenClassification",
     },
-    fields=kind_fields.DECODER.plus(
+    fields=declare.DECODER.plus(
         llama.LlamaConfig.names() | llama.OPTIONS["eurobert"].fields,
         # another order of the same sums, and a token of training
         ("mask_token_id", "pretraining_tp"),
@@ -319,16 +314,9 @@ class _ExpertsConfig(declare.ConfigFields):
     positions: int = declare.size("max_position_embeddings")
     experts: int = declare.computed(_read_experts, *_NUM_EXPERTS)
     count: int = declare.computed(_read_count, "num_experts_per_tok")
-    inner: int = declare.computed(
-        lambda config: read_int(config, "moe_intermediate_size", default=768),
-        "moe_intermediate_size",
-    )
-    normalizes: bool = declare.computed(
-        lambda config: read_flag(config, "norm_topk_prob", default=False), "norm_topk_prob"
-    )
-    step: int = declare.computed(
-        lambda config: read_int(config, "decoder_sparse_step", default=1), "decoder_sparse_step"
-    )
+    inner: int = declare.size("moe_intermediate_size", 768)
+    normalizes: bool = declare.flag("norm_topk_prob")
+    step: int = declare.size("decoder_sparse_step", 1)
     dense: frozenset[int] = declare.computed(_read_dense, "mlp_only_layers")
 
     def has_experts(self, layer: int) -> bool:
@@ -480,7 +468,7 @@ class OlmoConfig(declare.ConfigFields):
     """What config.json says of a model."""
 
     heads: AttentionHeads = declare.computed(
-        lambda config: read_heads(config, None),
+        lambda config: llama.read_heads(config, None),
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
@@ -616,7 +604,7 @@ def _read_olmo_layer(read: LayerReader, config: OlmoConfig, name: str, window: i
         key_norm=read.tensor(f"{attention}.k_norm.weight", key_width),
         attention_output=read.linear([f"{attention}.o_proj"], heads.width, [hidden], bias=has_bias),
         attention_norm=read.tensor(f"{name}.post_attention_layernorm.weight", hidden),
-        mlp=read_gated_mlp(read, f"{name}.mlp", (hidden, config.inner)),
+        mlp=llama.read_gated_mlp(read, f"{name}.mlp", (hidden, config.inner)),
         mlp_norm=read.tensor(f"{name}.post_feedforward_layernorm.weight", hidden),
         window=window,
     )
@@ -628,7 +616,7 @@ def _olmo_family(name: str) -> Family[Olmo]:
     return Family(
         architectures=architectures,
         heads=heads,
-        fields=kind_fields.DECODER.plus(
+        fields=declare.DECODER.plus(
             OlmoConfig.names() | own,
             # another order of the same sums
             ("pretraining_tp",),

@@ -8,13 +8,17 @@ import torch
 from varlen.errors import ConfigError
 from varlen.models.blocks.attention import PackedAttention
 from varlen.models.blocks.extraction import load_extraction
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
-from varlen.models.blocks.output import load_masked_lm
+from varlen.models.blocks.heads import Heads, load_masked_lm
 from varlen.models.checkpoint.layers import LayerReader, StageLayers, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint, encoder_head
-from varlen.models.registry import FAMILIES, family_of
+from varlen.models.registry import (
+    FAMILIES,
+    DecoderModel,
+    EncoderDecoderModel,
+    EncoderModel,
+    family_of,
+)
 from varlen.program.program import Value
 from varlen.program.rank import ALONE, Rank
 from varlen.program.recorder import Recorder

@@ -14,8 +14,7 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.rotary import rotary_table
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
@@ -257,7 +256,7 @@ _ARCHITECTURES, _HEADS = encoder_classes("ModernBert")
 FAMILY = Family(
     architectures=_ARCHITECTURES,
     heads=_HEADS,
-    fields=kind_fields.ENCODER.plus(
+    fields=declare.ENCODER.plus(
         ModernBertConfig.names(),
         # training, the masked-language-model head, and how transformers runs
         "decoder_bias deterministic_flash_attn initializer_cutoff_factor reference_compile"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.feed_forward import Experts, FeedForward
 from varlen.models.blocks.heads import HeadActivation, Heads
+from varlen.models.blocks.layer_parts import Experts, FeedForward
 from varlen.models.blocks.rotary import alibi_by_distance, bias_by_distance, rotary_table
-from varlen.models.checkpoint import adapters, kind_fields
+from varlen.models.checkpoint import adapters, config_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -45,13 +45,8 @@ from varlen_kernels import Activation
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from varlen.models.blocks.feed_forward import Experts, FeedForward
-    from varlen.models.blocks.heads import Heads
-    from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
-    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder
-    from varlen_kernels import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,7 @@ class HeadNames:
     activation: HeadActivation = "tanh"
 
 
-_RULES = kind_fields.ENCODER.plus(
+_RULES = config_fields.ENCODER.plus(
     (),
     # training
     ("tie_word_embeddings",),

@@ -1,9 +1,12 @@
-"""The families that are served, by the `model_type` of config.json.
+"""The families that are served, by the `model_type` of config.json, and what a model of any family can do.
 
 Names of tensors and fields are the ones that Hugging Face transformers saves, unless a family's file says otherwise.
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from varlen.errors import CheckpointError
 from varlen.models import (
@@ -18,10 +21,89 @@ from varlen.models import (
     static,
     t5,
 )
-from varlen.models.blocks.model_types import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
 from varlen.models.static import STATIC
+
+if TYPE_CHECKING:
+    from varlen.models.blocks.attention import Attention, CrossAttention
+    from varlen.models.blocks.heads import Heads
+    from varlen.models.checkpoint.layers import TokenTable
+    from varlen.program.heads import AttentionHeads
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+
+
+class EncoderModel(Protocol):
+    """A loaded encoder of any family."""
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid."""
+
+    @property
+    def token_table(self) -> TokenTable:
+        """The embedding of each token."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it."""
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+
+
+class DecoderModel(Protocol):
+    """A loaded decoder of any family."""
+
+    @property
+    def layers(self) -> Sequence[object]:
+        """Its layers, each with an attention."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers."""
+
+    @property
+    def token_table(self) -> TokenTable:
+        """The embedding of each token."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it, for tasks of one step."""
+
+    def record(self, ops: Recorder, attention: Attention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
+
+@runtime_checkable
+class EncoderDecoderModel(Protocol):
+    """A loaded model with an encoder and a decoder, of any family."""
+
+    @property
+    def layers(self) -> Sequence[object]:
+        """The layers of the decoder."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers, in self-attention and in cross-attention."""
+
+    @property
+    def token_table(self) -> TokenTable:
+        """The embedding of each token of targets."""
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
 
 ENCODERS: Mapping[str, Family[EncoderModel]] = {
     **{name: each.family for name, each in bert_relatives.RELATIVES.items()},

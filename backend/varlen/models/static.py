@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_file import Json, peek_json, read_flag, read_optional_object
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, TokenTable
+from varlen.models.checkpoint.sentence_transformers import first_module
 from varlen.models.checkpoint.weights import read_headers
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def static_folder(folder: Path) -> Path | None:
     Raises:
         CheckpointError: modules.json names a folder elsewhere.
     """
-    modules = peek_json(folder, "modules.json")
-    first = modules[0] if isinstance(modules, list) and modules else None
-    if isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == MODULE:
+    first = first_module(folder, MODULE)
+    if first is not None:
         path = Path(str(first.get("path") or ""))
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
@@ -148,7 +147,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> StaticModel:  # n
 FAMILY = Family(
     architectures={MODULE: "embed"},
     heads={},
-    fields=kind_fields.ENCODER,
+    fields=declare.ENCODER,
     read_sizes=StaticConfig.read,
     load=load,
     is_unused=lambda _, __: False,

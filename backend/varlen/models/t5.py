@@ -13,19 +13,27 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.output import TableNames, read_tables, record_output, suppress_tokens
-from varlen.models.blocks.rotary import bias_by_distance
-from varlen.models.blocks.seq2seq_layers import (
+from varlen.models.blocks.heads import (
+    Heads,
+    TableNames,
+    read_tables,
+    record_output,
+    suppress_tokens,
+)
+from varlen.models.blocks.layer_parts import (
     DecoderLayer,
     EncoderLayer,
     FeedForward,
+    NormedFeedForward,
     RmsResidualStream,
     SelfAttention,
     SourceAttention,
+    record_decoder_layers,
+    record_encoder_layers,
+    store_source,
 )
-from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import kind_fields
+from varlen.models.blocks.rotary import bias_by_distance
+from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import ACTIVATIONS, Json, read_flag, read_int, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
@@ -59,18 +67,9 @@ class T5Encoder:
     type_vocab_size: int = 1
 
     def record(self, ops: Recorder) -> Value:
-        stream = _residual_stream(ops, self.token_table, self.layers, self.norm, eps=self.norm_eps)
-        for layer in self.layers:
-            context = ops.attention_varlen(
-                layer.attention.qkv.record(ops, stream.x),
-                inputs.cu_seqlens(ops),
-                self.attention_heads,
-                scale=1.0,
-                bias=self.bias,
-            )
-            stream.add(layer.attention.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        return stream.x
+        layers, heads = self.layers, self.attention_heads
+        stream = _residual_stream(ops, self.token_table, layers, self.norm, eps=self.norm_eps)
+        return record_encoder_layers(ops, stream, layers, heads, scale=1.0, bias=self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +93,16 @@ class T5:
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         hidden = self.encoder.record(ops)
-        for number, layer in enumerate(self.layers):
-            cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
+        store_source(ops, cross, hidden, self.layers, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
-        heads, layers = self.attention_heads, self.layers
+        heads, layers, bias = self.attention_heads, self.layers, self.decoder_bias
         stream = _residual_stream(
             ops, self.token_table, layers, self.decoder_norm, eps=self.norm_eps
         )
-        for number, layer in enumerate(layers):
-            qkv = layer.attention.qkv.record(ops, stream.x)
-            context = attention.record(ops, number, qkv, heads, scale=1.0, bias=self.decoder_bias)
-            stream.add(layer.attention.output.record(ops, context))
-            queries = layer.source.query.record(ops, stream.x)
-            context = cross.attend(ops, number, queries, heads, scale=1.0)
-            stream.add(layer.source.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        return stream.x
+        return record_decoder_layers(
+            ops, stream, layers, heads, attention, cross, scale=1.0, bias=bias
+        )
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)
@@ -304,21 +296,20 @@ class _T5Reader:
             output=self._output(name),
         )
 
-    def mlp(self, part: str) -> FeedForward:
+    def mlp(self, part: str) -> NormedFeedForward:
         config, name = self._config, f"{part}.DenseReluDense"
         activation, is_gated = config.feed_forward
         ups = [f"{name}.wi_0", f"{name}.wi_1"] if is_gated else [f"{name}.wi"]
-        return FeedForward(
-            norm=self.norm(f"{part}.layer_norm"),
-            up=self._read.linear(
+        mlp = FeedForward(
+            self._read.linear(
                 ups, config.hidden, [config.inner] * len(ups), bias=False, split="outputs"
             ),
-            down=self._read.linear(
+            self._read.linear(
                 [f"{name}.wo"], config.inner, [config.hidden], bias=False, split="inputs"
             ),
-            activation=activation,
-            is_gated=is_gated,
+            is_gated,
         )
+        return NormedFeedForward(mlp, self.norm(f"{part}.layer_norm"), activation)
 
     def norm(self, name: str) -> Norm:
         return self._read.norm(name, self._config.hidden, bias=False)
@@ -355,11 +346,11 @@ def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001
     return name in (_UNUSED_BIAS, "shared.weight")
 
 
-_RULES = kind_fields.ENCODER_DECODER.plus(T5Config.names())
+_RULES = declare.ENCODER_DECODER.plus(T5Config.names())
 # The class of the encoder has no decoder in transformers, whatever config.json says.
 _ENCODER_RULES = FieldRules(
     _RULES.read,
-    kind_fields.ENCODER.harmless | {"is_encoder_decoder", "prefix"},
+    declare.ENCODER.harmless | {"is_encoder_decoder", "prefix"},
     {name: value for name, value in _RULES.fixed.items() if name != "is_encoder_decoder"},
 )
 

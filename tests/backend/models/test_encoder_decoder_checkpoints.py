@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 
 from tests.checkpoints import change_tensors, drop_field, set_fields, write_file
 from varlen.models.checkpoint import generation_config
+from varlen.models.checkpoint.family import HeaderReader
 from varlen.models.checkpoint.generation_config import TargetTokens, TranslateDefaults
-from varlen.models.checkpoint.header_reader import HeaderReader
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder_decoder

@@ -32,9 +32,9 @@ from varlen.execution.packing import (
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.planner import Layout
 from varlen.models.blocks.heads import record_head
-from varlen.models.blocks.model_types import EncoderModel
 from varlen.models.checkpoint.generation_config import TargetTokens
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.registry import EncoderModel
 from varlen.program.program import PackedBatch, Program
 from varlen.program.recorder import Recorder
 from varlen.request.generation import GenerationOptions

@@ -25,12 +25,11 @@ from varlen.request.schema import MOST_COUNT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from varlen.models.blocks.model_types import EncoderModel
     from varlen.models.checkpoint.extraction import ExtractionConfig
+    from varlen.models.registry import EncoderModel
     from varlen.program.program import Attribute, Operand, Value
     from varlen.program.recorder import Recorder
 
-_DIRECTIONS = ("", "_reverse")
 # How much wider the inner layer of a projection is.
 _INNER = 4
 # The transformer over labels of GLiNER2, with the defaults of `TransformerEncoderLayer`.
@@ -319,7 +318,8 @@ def load_extraction(read: LayerReader, config: ExtractionConfig, labels: Any = N
     """
     hidden = config.hidden
     projection = _load_features(read, "projection", config.encoder_hidden, hidden)
-    label_encoder, lstm = None, _load_lstms(read, config)
+    label_encoder = None
+    lstm = tuple(_load_lstm(read, layer, hidden) for layer in range(config.lstm_layers))
     if config.labels is not None:
         # the library does not run its LSTM
         of_labels = _load_features(read, "labels_projection", config.labels.hidden, hidden)
@@ -341,17 +341,13 @@ def _load_features(read: LayerReader, name: str, fan_in: int, fan_out: int) -> L
     return read.linear([f"token_rep_layer.{name}"], fan_in, [fan_out])
 
 
-def _load_lstms(read: LayerReader, config: ExtractionConfig) -> tuple[LstmLayer, ...]:
-    return tuple(_load_lstm(read, layer, config.hidden) for layer in range(config.lstm_layers))
-
-
 def _load_lstm(read: LayerReader, layer: int, hidden: int) -> LstmLayer:
     import torch
 
     half = hidden // 2
 
     def both(name: str, *shape: int) -> Tensor:
-        parts = [read.tensor(f"rnn.lstm.{name}_l{layer}{way}", *shape) for way in _DIRECTIONS]
+        parts = [read.tensor(f"rnn.lstm.{name}_l{layer}{way}", *shape) for way in ("", "_reverse")]
         return read.computed(lambda: torch.stack(parts))
 
     inputs_, states = both("bias_ih", 4 * half), both("bias_hh", 4 * half)

@@ -1,14 +1,34 @@
-"""Which fields of config.json are served, ignored or refused; see docs/decisions/0014-config-fields.md."""
+"""Fields of config.json: which are served, ignored or refused, and how a family declares those that it reads.
+
+Each is declared once: its name, what it may be, and its default. A family's configuration is a frozen dataclass of
+them, read field by field, in their order. See docs/decisions/0014-config-fields.md.
+"""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, check_fields, is_off
+from varlen.models.checkpoint import generation_config
+from varlen.models.checkpoint.config_file import (
+    ACTIVATIONS,
+    HARMLESS_FIELDS,
+    Json,
+    check_fields,
+    is_off,
+    read_choice,
+    read_flag,
+    read_int,
+    read_layers,
+    read_norm_eps,
+)
 from varlen.models.checkpoint.quantization import FIELDS
+
+_T = TypeVar("_T")
+_Config = TypeVar("_Config", bound="ConfigFields")
 
 # Written by .ci/write_config_fields.py from the sources of the releases.
 FIELDS_FILE = Path(__file__).with_name("fields_of_transformers.json")
@@ -52,6 +72,40 @@ class FieldRules:
             self.harmless.union(harmless) - fixed.keys(),
             {**self.fixed, **fixed},
         )
+
+
+_READ = frozenset(("architectures", "model_type"))
+
+# Releases of transformers before 5 save the defaults of generation in every config.json; an encoder generates nothing.
+ENCODER = FieldRules(
+    _READ | {"id2label", "num_labels"}, HARMLESS_FIELDS | generation_config.ALL_FIELDS, {}
+)
+# See docs/decisions/0017-decoder-checkpoints.md. Releases before 5 also kept the fields of generation_config.json here.
+DECODER = FieldRules(
+    _READ | {"is_causal"},
+    HARMLESS_FIELDS
+    | generation_config.REQUEST_FIELDS
+    | generation_config.HARMLESS_FIELDS
+    # a decoder is one either way; only a classifier reads labels
+    | {"id2label", "is_decoder", "num_labels", "prefix"},
+    {
+        **generation_config.FIXED_FIELDS,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+    },
+)
+# Fields of generation are read where there is no generation_config.json; see `generation_config`.
+ENCODER_DECODER = FieldRules(
+    _READ,
+    HARMLESS_FIELDS | generation_config.TRANSLATE_FIELDS | {"prefix"},
+    {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": True,
+        "pruned_heads": {},
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +214,67 @@ def fields_read(family: str) -> frozenset[str]:
 def _content() -> dict[str, list[str]]:
     content: dict[str, list[str]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return content
+
+
+class ConfigFields:
+    """What config.json says of a model: a frozen dataclass of declared fields.
+
+    See `ModelSizes` for those that every family declares.
+    """
+
+    hidden: int
+    positions: int
+
+    @property
+    def uncounted_token(self) -> int | None:
+        return None
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        return frozenset(name for each in fields(cls) for name in each.metadata["names"])  # type: ignore[arg-type]  # of a dataclass
+
+    @classmethod
+    def read(cls: type[_Config], config: Json) -> _Config:
+        """Return the fields; raise CheckpointError for a configuration that is not served."""
+        return cls(**{each.name: each.metadata["read"](config) for each in fields(cls)})  # type: ignore[arg-type]  # of a dataclass
+
+
+def computed(read: Callable[[Json], _T], *names: str) -> _T:
+    """Declare what a function makes of config.json.
+
+    Args:
+        read: the function; raises CheckpointError for what is not served.
+        names: fields that it reads, unless they are declared already.
+    """
+    declared: Any = field(metadata={"read": read, "names": names})
+    return declared  # type: ignore[no-any-return]
+
+
+def size(name: str, default: int | None = None) -> int:
+    """Declare a whole number from 1."""
+    return computed(lambda config: read_int(config, name, default=default), name)
+
+
+def layers(name: str, *, lowest: int = 1) -> int:
+    """Declare a number of layers."""
+    return computed(lambda config: read_layers(config, name, lowest=lowest), name)
+
+
+def flag(name: str, *, default: bool = False) -> bool:
+    """Declare a boolean."""
+    return computed(lambda config: read_flag(config, name, default=default), name)
+
+
+def choice(name: str, choices: Mapping[str, _T], default: str) -> _T:
+    """Declare one of several words, each with its meaning."""
+    return computed(lambda config: read_choice(config, name, choices, default=default), name)
+
+
+def activation(name: str, default: str = "gelu") -> Any:
+    """Declare an activation, by transformers' name."""
+    return choice(name, ACTIVATIONS, default)
+
+
+def epsilon(name: str, default: float) -> float:
+    """Declare the epsilon of norms."""
+    return computed(lambda config: read_norm_eps(config, name, default=default), name)

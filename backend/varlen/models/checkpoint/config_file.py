@@ -109,6 +109,11 @@ def read_int(
     return value
 
 
+def read_optional_int(config: Json, key: str, name: str) -> int | None:
+    """Return an integer of a configuration file from 1; None where it is absent or null."""
+    return None if config.get(key) is None else read_int(config, key, name=name)
+
+
 def read_layers(config: Json, key: str, *, lowest: int = 1) -> int:
     """Return a number of layers in config.json, or raise CheckpointError that names it."""
     layers = read_int(config, key, lowest=lowest)
@@ -198,6 +203,20 @@ def read_num_labels(config: Json) -> int:
         return len(labels)
     # transformers leaves id2label out when there are two labels, its default
     return read_int(config, "num_labels", default=2)
+
+
+def is_causal(config: Json) -> bool:
+    """Return whether the tokens of a decoder read only earlier ones.
+
+    The masks of transformers 5 follow this field. Other forms of a config.json get it from `first_releases`.
+
+    Raises:
+        CheckpointError: it is neither true nor false.
+    """
+    given = config.get("is_causal", True)
+    if not isinstance(given, bool):
+        raise CheckpointError(f"config.json has is_causal {show(given)}; allowed: true, false")
+    return given
 
 
 def check_fields(

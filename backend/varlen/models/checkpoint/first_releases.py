@@ -9,11 +9,11 @@ Hugging Face hub; Phi-3, whose files still name code that transformers has.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.adapters import FIELDS as ADAPTER_FIELDS
-from varlen.models.checkpoint.config_fields import REMEDY
+from varlen.models.checkpoint.config_fields import REMEDY, without
 from varlen.models.checkpoint.config_file import (
     Json,
     check_fields,
@@ -165,7 +165,7 @@ def _nomic(config: Json) -> Json:
     has_experts = bool(given.get(_NOMIC_EXPERTS[0]))
     _check(given, _NOMIC_MOE_FIXED if has_experts else _NOMIC_FIXED, "NomicBert")
     names = {*_NOMIC_NAMES, *_NOMIC_READ, *_NOMIC_HARMLESS, *_NOMIC_MOE_FIXED, "auto_map"}
-    native = _without(config, names if has_experts else names | {*_NOMIC_EXPERTS})
+    native = without(config, names if has_experts else names | {*_NOMIC_EXPERTS})
     if has_experts:
         native.setdefault("architectures", ["NomicBertModel"])
         _rename(native, "NomicBert(?!Moe)", "NomicBertMoe")
@@ -192,7 +192,7 @@ def _nomic(config: Json) -> Json:
 def _gte(config: Json) -> Json:
     given = {**_GTE_DEFAULTS, **config}
     _check(given, _GTE_FIXED, "New", "Gte")
-    native = _without(given, {*_GTE_FIXED, *_GTE_HARMLESS, "auto_map"})
+    native = without(given, {*_GTE_FIXED, *_GTE_HARMLESS, "auto_map"})
     native["model_type"] = "gte"
     _rename(native, "New", "Gte")
     if not native.get("rope_parameters"):
@@ -207,7 +207,7 @@ def _gte(config: Json) -> Json:
 def _jina_bert(config: Json) -> Json:
     _check({"position_embedding_type": "absolute", **config}, _JINA_BERT_FIXED, "JinaBert")
     gate = read_choice(config, "feed_forward_type", _JINA_BERT_GATES, default="")
-    native = _without(config, {*_JINA_BERT_HARMLESS, "auto_map", "feed_forward_type"})
+    native = without(config, {*_JINA_BERT_HARMLESS, "auto_map", "feed_forward_type"})
     _set(native, "hidden_act", gate, "feed_forward_type")
     names = config.get("architectures")
     names = names if isinstance(names, list) and names else ["Model"]
@@ -218,11 +218,11 @@ def _jina_bert(config: Json) -> Json:
 def _jina_xlm(config: Json) -> Json:
     _check(config, _JINA_XLM_FIXED, "XLMRoberta")
     dropped = {*_JINA_XLM_FIXED, *_JINA_XLM_HARMLESS, "auto_map", "rotary_emb_base"}
-    native = _without(config, {*dropped, "position_embedding_type"})
+    native = without(config, {*dropped, "position_embedding_type"})
     kind = read_choice(config, "position_embedding_type", _JINA_XLM_TYPES, default="rotary")
     if not config.get("load_trained_adapters"):
         # its code would make new ones
-        native = _without(native, ADAPTER_FIELDS)
+        native = without(native, ADAPTER_FIELDS)
     native["model_type"] = kind
     if kind == "xlm-roberta":
         return native
@@ -234,7 +234,7 @@ def _jina_xlm(config: Json) -> Json:
 
 def _llama(config: Json) -> Json:
     _check(config, {}, "LlamaBidirectional")
-    native = _without(config, {"auto_map", "pooling", "temperature"})
+    native = without(config, {"auto_map", "pooling", "temperature"})
     native["model_type"] = "llama"
     _rename(native, "LlamaBidirectional", "Llama")
     _set_bidirectional(native, config, "model_type")
@@ -246,12 +246,12 @@ def _llama(config: Json) -> Json:
 
 def _qwen2(config: Json) -> Json:
     _check(config, {}, "Qwen2")
-    return _without(config, {"auto_map"})
+    return without(config, {"auto_map"})
 
 
 def _qwen3(config: Json) -> Json:
     _check(config, {_BIDIRECTIONAL: True}, "Qwen3Bidirectional", "PPLXQwen3")
-    native = _without(config, {"auto_map", _BIDIRECTIONAL})
+    native = without(config, {"auto_map", _BIDIRECTIONAL})
     native["model_type"] = "qwen3"
     _rename(native, "PPLXQwen3", "Qwen3")
     _set_bidirectional(native, config, _BIDIRECTIONAL)
@@ -272,7 +272,7 @@ def _set_bidirectional(native: Json, config: Json, field: str) -> None:
 
 def _eurobert(config: Json) -> Json:
     _check(config, {}, "EuroBert")
-    native = _without(config, {"auto_map", "clf_pooling", *_TOKENS})
+    native = without(config, {"auto_map", "clf_pooling", *_TOKENS})
     if config.get("clf_pooling") is not None:
         _set(native, "classifier_pooling", config["clf_pooling"], "clf_pooling")
     return native
@@ -282,9 +282,9 @@ def _phi3(config: Json) -> Json:
     code = config["auto_map"]
     if isinstance(code, dict):
         # the tokenizer of another repository, whose files this one has
-        code = _without(code, {"AutoTokenizer"})
+        code = without(code, {"AutoTokenizer"})
     _check({**config, "auto_map": code}, _PHI3_FIXED, "Phi3")
-    native = _without(config, {"auto_map", *_PHI3_FIXED})
+    native = without(config, {"auto_map", *_PHI3_FIXED})
     scaling = native.get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("type") == "su":
         native["rope_scaling"] = {**scaling, "type": "longrope"}
@@ -335,10 +335,6 @@ def _set(config: Json, key: str, value: object, old: str) -> None:
             f"{_FILE} has {old} {show(value)} and {key} {show(config[key])}; make them agree"
         )
     config[key] = value
-
-
-def _without(config: Json, keys: Collection[str]) -> Json:
-    return {key: value for key, value in config.items() if key not in keys}
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -40,15 +40,13 @@ class _Form:
 
 
 # Their config.json is no encoder's, or none is there.
-_OTHER_MODELS = (
-    *(
-        _Form(
-            ("model.bin", vocabulary),
-            "a model of CTranslate2, whose weights are no pickle and are not read",
-            ORIGINAL,
-        )
-        for vocabulary in ("shared_vocabulary.*", "source_vocabulary*", "vocabulary.*")
-    ),
+_OTHER_MODELS = tuple(
+    _Form(
+        ("model.bin", vocabulary),
+        "a model of CTranslate2, whose weights are no pickle and are not read",
+        ORIGINAL,
+    )
+    for vocabulary in ("shared_vocabulary.*", "source_vocabulary*", "vocabulary.*")
 )
 # Weights that are served in another form only.
 _OTHER_WEIGHTS = (

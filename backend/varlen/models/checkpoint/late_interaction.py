@@ -17,6 +17,7 @@ from varlen.models.checkpoint.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_optional_int,
     read_optional_object,
     show,
 )
@@ -119,8 +120,8 @@ def read_late_interaction(folder: Path, path: str, transformer: Json) -> LateInt
     file = "sentence_bert_config.json"
     return _limited(
         LateInteraction(
-            _optional_int(transformer, "query_length", file),
-            _optional_int(transformer, "document_length", file),
+            read_optional_int(transformer, "query_length", file),
+            read_optional_int(transformer, "document_length", file),
             expansion=_read_expansion(transformer, file),
             skipped_words=_read_strings(mask, "skiplist_words", name),
             skipped_roles=frozenset(roles),
@@ -135,7 +136,7 @@ def read_pylate(model: Json, name: str) -> LateInteraction:
     Raises:
         CheckpointError: the file asks for something that is not served.
     """
-    query_length, expansion = _optional_int(model, "query_length", name), None
+    query_length, expansion = read_optional_int(model, "query_length", name), None
     is_expanded = not PYLATE_FIELDS.isdisjoint(model)
     if read_flag(model, "do_query_expansion", default=is_expanded, name=name):
         expansion = QueryExpansion(
@@ -148,7 +149,7 @@ def read_pylate(model: Json, name: str) -> LateInteraction:
     return _limited(
         LateInteraction(
             query_length,
-            _optional_int(model, "document_length", name),
+            read_optional_int(model, "document_length", name),
             expansion=expansion,
             skipped_words=words,
             prefixes=tuple(text for role in _ROLES if (text := _pylate_prefix(model, role, name))),
@@ -202,10 +203,6 @@ def _limited(settings: LateInteraction, name: str) -> LateInteraction:
             " allowed: whole numbers from that length"
         )
     return replace(settings, query_length=expansion.length if expansion.limits else query_length)
-
-
-def _optional_int(config: Json, key: str, name: str) -> int | None:
-    return None if config.get(key) is None else read_int(config, key, name=name)
 
 
 def _read_strings(config: Json, key: str, name: str) -> tuple[str, ...]:

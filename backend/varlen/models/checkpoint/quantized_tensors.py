@@ -305,11 +305,7 @@ class QuantizedTensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in words, the lowest bits first, `[a, b, 32 / bits]` uint8.
-
-    Args:
-        words: `[a, b]` int32.
-    """
+    """Return the codes in `[a, b]` int32 words, the lowest bits first, `[a, b, 32 / bits]` uint8."""
     import torch
 
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
@@ -502,11 +498,7 @@ class _Joiner:
     def _block(
         self, scale: TensorHeader, shape: tuple[int, int], given: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Return the outputs and inputs that share a scale.
-
-        Args:
-            given: scales by output and by input.
-        """
+        """Return the outputs and inputs that share a scale, `given` the scales by output and by input."""
         sizes = [
             tuple(min(size or of, of) for size, of in zip(block, shape, strict=True))
             for block in self.by.blocks

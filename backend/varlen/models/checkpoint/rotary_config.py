@@ -15,13 +15,13 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_file import (
     Json,
     check_fields,
+    is_causal,
     read_flag,
     read_int,
     read_layers,
     read_number,
     show,
 )
-from varlen.models.checkpoint.kind_fields import is_causal
 
 # Fields of each variant beside its type and rope_theta.
 _FIELDS_OF_TYPE = {

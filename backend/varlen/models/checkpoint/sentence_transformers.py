@@ -21,9 +21,9 @@ from varlen.models.checkpoint.config_file import (
     check_fields,
     peek_json,
     read_flag,
-    read_int,
     read_json,
     read_object,
+    read_optional_int,
     read_optional_object,
     show,
 )
@@ -56,16 +56,9 @@ _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
-    *("Transformer", "WeightedLayerPooling", "Pooling", "Dense", "LayerNorm", "Normalize"),
-    *(
-        "FlexibleQuantizer",
-        "MLMTransformer",
-        "SpladePooling",
-        "LogitScore",
-        "MultiVectorMask",
-        "StaticEmbedding",
-    ),
-)
+    "Transformer WeightedLayerPooling Pooling Dense LayerNorm Normalize FlexibleQuantizer MLMTransformer SpladePooling"
+    " LogitScore MultiVectorMask StaticEmbedding"
+).split()
 # By module, the reader of a layer of vectors. There may be any number of layers.
 _LAYERS: Mapping[str, Callable[[Path, str], VectorConfig]] = {
     "Dense": read_dense,
@@ -170,11 +163,17 @@ class Router:
         check_shapes(read_headers(folder / self.queries), {ROUTER_TABLE: (terms,)}, lambda _: False)
 
 
-def has_router(folder: Path) -> bool:
-    """Return whether the first module of a folder is a Router."""
+def first_module(folder: Path, kind: str) -> Json | None:
+    """Return the entry of the first module of a folder; None if it is of another kind."""
     modules = peek_json(folder, "modules.json")
     first = modules[0] if isinstance(modules, list) and modules else None
-    return isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == ROUTER
+    is_it = isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == kind
+    return first if is_it else None
+
+
+def has_router(folder: Path) -> bool:
+    """Return whether the first module of a folder is a Router."""
+    return first_module(folder, ROUTER) is not None
 
 
 def folders_of_routes(folder: Path) -> list[str]:
@@ -312,7 +311,6 @@ def read_sentence_settings(
     if is_late_interaction(model):
         return _late_settings(folder, modules, model)
     paths = dict(modules)
-    is_splade = "SpladePooling" in paths
     last = modules[-1][0] if modules else ""
     settings = _transformer_config(
         folder / router.transformer if router else folder,
@@ -345,12 +343,16 @@ def read_sentence_settings(
         default_prompt=prompt,
         # without prompts, there is nothing to leave out
         pools_prompt=pools_prompt or not any(prompts.values()),
-        max_seq_length=_max_seq_length(settings),
+        max_seq_length=read_optional_int(settings, "max_seq_length", _BERT_CONFIG),
         lowercase=bool(settings.get("do_lower_case")),
         activation_class=model.get("activation_fn"),
         splade=(
-            read_splade(folder, paths["SpladePooling"], _max_active_dims(model))
-            if is_splade
+            read_splade(
+                folder,
+                paths["SpladePooling"],
+                read_optional_int(model, "max_active_dims", _MODEL_CONFIG),
+            )
+            if "SpladePooling" in paths
             else None
         ),
         logit_score=score,
@@ -383,7 +385,7 @@ def _late_settings(
         normalize=normalize,
         prompts=prompts,
         default_prompt=prompt,
-        max_seq_length=_max_seq_length(transformer),
+        max_seq_length=read_optional_int(transformer, "max_seq_length", _BERT_CONFIG),
         lowercase=bool(transformer.get("do_lower_case")),
         late=late,
     )
@@ -436,7 +438,7 @@ def _module_kind(module: Json) -> str:
     kind = name.rpartition(".")[-1]
     if kind not in _MODULES:
         raise CheckpointError(f'modules.json has a module "{kind}"; allowed: {", ".join(_MODULES)}')
-    if not name.startswith("sentence_transformers."):
+    if not name.startswith(_MODULE_PREFIX):
         raise CheckpointError(
             f'modules.json has a module "{name}"; allowed: modules of sentence_transformers'
         )
@@ -471,18 +473,6 @@ def _pools_prompt(config: Json, name: str) -> bool:
             f"{name} has include_prompt {show(pools_prompt)}; allowed: true, false"
         )
     return pools_prompt
-
-
-def _max_seq_length(transformer: Json) -> int | None:
-    if transformer.get("max_seq_length") is None:
-        return None
-    return read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
-
-
-def _max_active_dims(config: Json) -> int | None:
-    if config.get("max_active_dims") is None:
-        return None
-    return read_int(config, "max_active_dims", name=_MODEL_CONFIG)
 
 
 def _check_normalize(folder: Path, path: str, feature: str) -> None:

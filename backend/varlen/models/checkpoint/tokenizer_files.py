@@ -19,15 +19,10 @@ from varlen.request.row_parameters import TruncationSide
 
 _CONFIG = "tokenizer_config.json"
 # Classes that put no space before a text where tokenizer_config.json does not say it.
-_CLASSES_WITHOUT_SPACE = (
-    "BartTokenizer",
-    "BartTokenizerFast",
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-    "RobertaTokenizer",
-    "RobertaTokenizerFast",
+_CLASSES_WITHOUT_SPACE = tuple(
+    f"{name}Tokenizer{form}"
+    for name in ("Bart", "GPT2", "Qwen2", "Roberta")
+    for form in ("", "Fast")
 )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -246,12 +245,7 @@ class CheckpointWeights:
     def __enter__(self) -> "CheckpointWeights":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __contains__(self, name: object) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from varlen.models.checkpoint.header_reader import HeaderReader
+from varlen.models.checkpoint.family import HeaderReader
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.weights import CheckpointWeights, check_tensor, read_headers
 from varlen.models.checkpoint_folder import Checkpoint
@@ -35,7 +35,7 @@ def test_both_readers_ask_for_the_same_tensors(make_checkpoint, monkeypatch, kin
         return original(weights, name, *shape)
 
     original = CheckpointWeights.read
-    monkeypatch.setattr("varlen.models.checkpoint.header_reader.check_tensor", check)
+    monkeypatch.setattr("varlen.models.checkpoint.family.check_tensor", check)
     monkeypatch.setattr(CheckpointWeights, "read", read)
 
     with CheckpointWeights(checkpoint.folder) as weights:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from varlen.errors import ConfigError
-from varlen.models.blocks.output import suppress_tokens
+from varlen.models.blocks.heads import suppress_tokens
 from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.program.heads import AttentionHeads
