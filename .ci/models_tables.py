@@ -10,9 +10,9 @@ from pathlib import Path
 
 from varlen.models import registry, static
 from varlen.models.bert_relatives import RELATIVES
-from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.extraction import CONFIG, SCHEMA_MODEL
 from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.files import Json
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.static import STATIC
 from varlen.tasks import TASKS, Task

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import read_object
-from varlen.models.checkpoint.files import has_file, locate
+from varlen.models.checkpoint.files import has_file, locate, read_object
 from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
 from varlen_client.cli.progress import show_stage

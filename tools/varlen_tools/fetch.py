@@ -25,13 +25,12 @@ from rich.console import Console
 from varlen.config import EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError, VarlenError
-from varlen.models.checkpoint.config_file import read_json
 from varlen.models.checkpoint.extraction import (
     ENCODER_CONFIG,
     LABELS_TOKENIZER,
     is_extraction,
 )
-from varlen.models.checkpoint.files import TOKENIZER, check_no_pointers, has_file, locate
+from varlen.models.checkpoint.files import TOKENIZER, check_no_pointers, has_file, locate, read_json
 from varlen.models.checkpoint.folder_forms import (
     GGUF,
     check_form,

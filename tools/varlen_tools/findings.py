@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from varlen.config import EngineConfig
-from varlen.models.checkpoint.config_file import read_object
-from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
+from varlen.models.checkpoint.files import TOKENIZER, has_file, read_object, read_text
 from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.quantized_tensors import BYTES, FLOATS
 from varlen.models.checkpoint.weights import read_headers, shards

@@ -28,8 +28,7 @@ from tokenizers import (
 )
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json
-from varlen.models.checkpoint.files import TOKENIZER
+from varlen.models.checkpoint.files import TOKENIZER, Json
 from varlen.models.checkpoint.folder_forms import ORIGINAL
 from varlen.models.checkpoint.quantized_tensors import BYTES
 from varlen.models.checkpoint.weights import SINGLE

@@ -12,7 +12,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, read_int, read_object, show
 from varlen.models.checkpoint.extraction import (
     CONFIG,
     ENCODERS,
@@ -21,7 +20,16 @@ from varlen.models.checkpoint.extraction import (
     read_scored,
     reads_labels_apart,
 )
-from varlen.models.checkpoint.files import TOKENIZER, has_file, locate, read_bytes
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
+    Json,
+    has_file,
+    locate,
+    read_bytes,
+    read_int,
+    read_object,
+    show,
+)
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"

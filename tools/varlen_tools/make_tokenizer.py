@@ -34,8 +34,15 @@ from tokenizers import (
 )
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import read_flag, read_json, read_optional_object
-from varlen.models.checkpoint.files import TOKENIZER, check_readable, has_file, read_bytes
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
+    check_readable,
+    has_file,
+    read_bytes,
+    read_flag,
+    read_json,
+    read_optional_object,
+)
 from varlen_tools.messages import one_line
 from varlen_tools.sample_texts import TEXTS
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from varlen.config import GenerationDefaults
 from varlen.decoding.search.token_edits import TokenRules
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import show
+from varlen.models.checkpoint.files import show
 from varlen.models.checkpoint.generation_config import read_sampling_fields
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import OPTIONS, GenerationOptions

@@ -30,7 +30,8 @@ from varlen.models.blocks.layer_parts import (
     store_source,
 )
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import (
     ACTIVATIONS,
     Json,
     check_multiple,
@@ -40,7 +41,6 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     read_layers,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation

@@ -13,7 +13,6 @@ from varlen.config import RerankForm
 from varlen.errors import CheckpointError
 from varlen.models.blocks.extraction import load_extraction
 from varlen.models.blocks.heads import load_masked_lm
-from varlen.models.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter
 from varlen.models.checkpoint.config_fields import (
     IgnoredFields,
     check_ignored,
@@ -22,7 +21,6 @@ from varlen.models.checkpoint.config_fields import (
     unread_fields,
     without,
 )
-from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
 from varlen.models.checkpoint.extraction import (
     LABELS_TOKENIZER,
     SCHEMA_MODEL,
@@ -43,7 +41,7 @@ from varlen.models.checkpoint.family import (
     ModelSizes,
     read_labels,
 )
-from varlen.models.checkpoint.files import has_file
+from varlen.models.checkpoint.files import Json, has_file, is_off, read_int, read_object
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_forms import check_is_folder, check_is_transformer
 from varlen.models.checkpoint.generation_config import (
@@ -80,7 +78,13 @@ from varlen.models.checkpoint.vector_layers import (
     check_widths,
     read_m3_heads,
 )
-from varlen.models.checkpoint.weights import check_factors, read_headers
+from varlen.models.checkpoint.weights import (
+    NO_ADAPTER,
+    Adapter,
+    check_factors,
+    read_adapter,
+    read_headers,
+)
 from varlen.models.registry import family_of, first_name, text_part
 from varlen.models.static import STATIC, static_config, static_folder
 from varlen.request.row_parameters import TruncationSide

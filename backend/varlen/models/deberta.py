@@ -18,15 +18,6 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import (
-    ACTIVATIONS,
-    Json,
-    check_multiple,
-    read_computed_positions,
-    read_flag,
-    read_int,
-    show,
-)
 from varlen.models.checkpoint.family import (
     BERT_MASKED_LM,
     Family,
@@ -34,6 +25,15 @@ from varlen.models.checkpoint.family import (
     MaskedLMLayout,
     MaskedLMNames,
     encoder_classes,
+)
+from varlen.models.checkpoint.files import (
+    ACTIVATIONS,
+    Json,
+    check_multiple,
+    read_computed_positions,
+    read_flag,
+    read_int,
+    show,
 )
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads

@@ -22,7 +22,8 @@ from varlen.models.blocks.layer_parts import RmsResidualStream, SourceAttention
 from varlen.models.blocks.rotary import read_rotary_tables
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import is_unread
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
+from varlen.models.checkpoint.files import (
     ACTIVATIONS,
     Json,
     check_fields,
@@ -33,7 +34,6 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.layers import LayerReader, Norm, TokenTable
 from varlen.models.checkpoint.rotary_config import (
     LayerKind,

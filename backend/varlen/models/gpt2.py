@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads, read_output, record_output
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
 from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import Json, check_multiple, read_int
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation

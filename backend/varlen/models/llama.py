@@ -19,7 +19,8 @@ from varlen.models.blocks.heads import Heads, read_top, record_output
 from varlen.models.blocks.layer_parts import Experts, FeedForward
 from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
+from varlen.models.checkpoint.files import (
     Json,
     check_multiple,
     is_causal,
@@ -31,7 +32,6 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads

@@ -15,18 +15,18 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.rotary import rotary_table
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import (
-    Json,
-    check_multiple,
-    read_flag,
-    read_int,
-)
 from varlen.models.checkpoint.family import (
     Family,
     HeadConfig,
     MaskedLMLayout,
     MaskedLMNames,
     encoder_classes,
+)
+from varlen.models.checkpoint.files import (
+    Json,
+    check_multiple,
+    read_flag,
+    read_int,
 )
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.rotary_config import (

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from varlen.models.checkpoint.adapters import adapter_names
 from varlen.models.checkpoint.quantized_tensors import describe
-from varlen.models.checkpoint.weights import read_headers
+from varlen.models.checkpoint.weights import adapter_names, read_headers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import Task
 

@@ -17,8 +17,15 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.blocks.layer_parts import Experts, FeedForward
 from varlen.models.blocks.rotary import alibi_by_distance, bias_by_distance, rotary_table
-from varlen.models.checkpoint import adapters, config_fields
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint import config_fields
+from varlen.models.checkpoint.family import (
+    Family,
+    HeadConfig,
+    MaskedLMLayout,
+    MaskedLMNames,
+    encoder_classes,
+)
+from varlen.models.checkpoint.files import (
     ACTIVATIONS,
     Json,
     check_multiple,
@@ -29,15 +36,9 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
     read_norm_eps,
 )
-from varlen.models.checkpoint.family import (
-    Family,
-    HeadConfig,
-    MaskedLMLayout,
-    MaskedLMNames,
-    encoder_classes,
-)
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.weights import ADAPTER_FIELDS, weight_of_factor
 from varlen.program.heads import AttentionHeads
 from varlen.program.rank import ALONE
 from varlen_kernels import Activation
@@ -237,7 +238,7 @@ class PostNormFamily:
         """What is known of its checkpoints."""
         architectures, heads = encoder_classes(self.class_name, *self.more_architectures)
         rotary = () if self.default_theta is None else _ROTARY_FIELDS
-        of_adapters = adapters.FIELDS if self.has_adapters else ()
+        of_adapters = ADAPTER_FIELDS if self.has_adapters else ()
         of_experts = self.experts.fields if self.experts else ()
         return Family(
             architectures=architectures,
@@ -350,7 +351,7 @@ class PostNormFamily:
         unused = (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")
         return (
             name in _OTHER_HEADS
-            or (self.has_adapters and adapters.weight_of_factor(name) is not None)
+            or (self.has_adapters and weight_of_factor(name) is not None)
             or name.startswith(self.pretraining)
             or name in {f"{prefix}{each}" for each in unused}
         )

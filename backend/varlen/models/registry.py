@@ -21,8 +21,8 @@ from varlen.models import (
     static,
     t5,
 )
-from varlen.models.checkpoint.config_file import Json, show
 from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.files import Json, show
 from varlen.models.static import STATIC
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.checkpoint import config_fields as declare
-from varlen.models.checkpoint.config_file import Json, peek_json, read_flag, read_optional_object
 from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import Json, peek_json, read_flag, read_optional_object
 from varlen.models.checkpoint.layers import LayerReader, TokenTable
 from varlen.models.checkpoint.sentence_transformers import first_module
 from varlen.models.checkpoint.weights import read_headers

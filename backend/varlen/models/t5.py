@@ -35,8 +35,8 @@ from varlen.models.blocks.layer_parts import (
 from varlen.models.blocks.rotary import bias_by_distance
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import FieldRules
-from varlen.models.checkpoint.config_file import ACTIVATIONS, Json, read_flag, read_int, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.files import ACTIVATIONS, Json, read_flag, read_int, read_layers
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation

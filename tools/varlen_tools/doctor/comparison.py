@@ -24,8 +24,7 @@ import torch
 from varlen.config import DType
 from varlen.errors import CheckpointError
 from varlen.intake.tokenization import Text
-from varlen.models.checkpoint.config_file import read_optional_object
-from varlen.models.checkpoint.files import locate
+from varlen.models.checkpoint.files import locate, read_optional_object
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint import generation_config
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     ACTIVATIONS,
     HARMLESS_FIELDS,
     Json,

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
+    has_file,
     read_choice,
     read_flag,
     read_int,
     read_object,
     show,
 )
-from varlen.models.checkpoint.files import has_file
 from varlen.request.spans import Scored
 
 CONFIG = "gliner_config.json"

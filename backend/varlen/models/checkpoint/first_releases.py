@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.adapters import FIELDS as ADAPTER_FIELDS
 from varlen.models.checkpoint.config_fields import REMEDY, without
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
     check_fields,
     read_choice,
@@ -23,6 +22,7 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
+from varlen.models.checkpoint.weights import ADAPTER_FIELDS
 
 _FILE = "config.json"
 

@@ -6,9 +6,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import peek_json, show
 from varlen.models.checkpoint.extraction import config_name
-from varlen.models.checkpoint.files import check_no_pointers, has_file
+from varlen.models.checkpoint.files import check_no_pointers, has_file, peek_json, show
 from varlen.models.checkpoint.sentence_transformers import has_router
 from varlen.models.checkpoint.weights import INDEX, SINGLE, is_pickle
 from varlen.models.static import static_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
     check_fields,
     read_flag,

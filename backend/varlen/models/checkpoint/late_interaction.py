@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
     check_fields,
     read_choice,

@@ -13,8 +13,14 @@ from pathlib import Path
 
 from varlen.config import RerankForm
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, check_fields, read_int, read_object, show
-from varlen.models.checkpoint.files import TOKENIZER
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
+    Json,
+    check_fields,
+    read_int,
+    read_object,
+    show,
+)
 
 _FORMATS = ("flat", "structured")
 # Roles of the messages that a template has to read.

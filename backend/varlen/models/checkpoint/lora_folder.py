@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object, show
-from varlen.models.checkpoint.files import check_no_pointers, describe_damage, has_file
+from varlen.models.checkpoint.files import (
+    Json,
+    check_no_pointers,
+    describe_damage,
+    has_file,
+    is_off,
+    read_int,
+    read_object,
+    show,
+)
 from varlen.models.checkpoint.weights import locate_weights
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
     check_fields,
+    has_file,
     is_off,
     peek_json,
     read_choice,
@@ -21,7 +22,6 @@ from varlen.models.checkpoint.config_file import (
     read_object,
     show,
 )
-from varlen.models.checkpoint.files import has_file
 
 # Fields of config.json that hold it, and files of the tools that made a folder, with their method.
 FIELDS = ("quantization_config", "compression_config")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
     Json,
     check_fields,
     is_causal,

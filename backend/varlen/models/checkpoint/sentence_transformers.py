@@ -16,9 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
     Json,
     check_fields,
+    has_file,
     peek_json,
     read_flag,
     read_json,
@@ -27,7 +29,6 @@ from varlen.models.checkpoint.config_file import (
     read_optional_object,
     show,
 )
-from varlen.models.checkpoint.files import TOKENIZER, has_file
 from varlen.models.checkpoint.late_interaction import (
     PYLATE_FIELDS,
     TRANSFORMER_FIELDS,

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, read_object, read_optional_object, show
 from varlen.models.checkpoint.family import Family
-from varlen.models.checkpoint.files import TOKENIZER, has_file, read_text
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
+    Json,
+    has_file,
+    read_object,
+    read_optional_object,
+    read_text,
+    show,
+)
 from varlen.models.checkpoint.tokenizer_rules import check_rules
 from varlen.request.row_parameters import TruncationSide
 

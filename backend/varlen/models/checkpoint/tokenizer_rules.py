@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import Json, show
+from varlen.models.checkpoint.files import Json, show
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _MOST_CHARACTERS = 10_000

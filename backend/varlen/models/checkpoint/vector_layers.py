@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.config_file import (
+from varlen.models.checkpoint.files import (
+    TOKENIZER,
     Json,
     check_fields,
+    has_file,
     read_choice,
     read_flag,
     read_int,
     read_object,
     show,
 )
-from varlen.models.checkpoint.files import TOKENIZER, has_file
 from varlen.models.checkpoint.weights import CheckpointWeights, check_shapes, read_headers
 from varlen_kernels import Activation, Pooling, TermPooling
 

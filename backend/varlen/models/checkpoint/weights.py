@@ -2,7 +2,14 @@
 
 safetensors is a header and raw bytes: nothing in it is executed. Headers are read without the
 tensors and without torch. Files are memory-mapped, so a tensor is read when it is asked for.
+
+A checkpoint may have adapters for tasks: one of them is merged when weights are read. Each weight has low-rank factors
+for every task, in the parametrizations of torch. Without an adapter the model is the one that they were trained on.
+Source: Hu et al. 2021, arXiv:2106.09685 (LoRA); Sturua et al. 2024, arXiv:2409.10173, and
+jinaai/xlm-roberta-flash-implementation on the Hugging Face hub.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -14,9 +21,17 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint.adapters import Adapter, factor_names, weight_of_factor
-from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.files import check_no_pointers, describe_damage, has_file, locate
+from varlen.models.checkpoint.files import (
+    Json,
+    check_no_pointers,
+    describe_damage,
+    has_file,
+    locate,
+    read_int,
+    read_json,
+    read_number,
+    show,
+)
 from varlen.models.checkpoint.quantization import read_quantization
 from varlen.models.checkpoint.quantized_tensors import FLOATS, CodeBlocks, QuantizedTensor, join
 
@@ -48,6 +63,84 @@ _OLD_NAMES = {
     "LayerNorm.beta": "LayerNorm.bias",
     ".parametrizations.weight.original": ".weight",
 }
+# Fields of config.json that say which adapters there are.
+_NAMES = "lora_adaptations"
+ADAPTER_FIELDS = frozenset({_NAMES, "lora_alpha", "lora_rank"})
+NO_ADAPTER = "none"
+_MARK = ".parametrizations.weight.0."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter of a checkpoint.
+
+    Attributes:
+        scale: multiplies their product.
+    """
+
+    number: int
+    count: int
+    rank: int
+    scale: float
+
+    def shapes(self, shape: tuple[int, ...], *, of_table: bool) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the factors A and B of a weight.
+
+        Args:
+            of_table: whether it is a table of embeddings, whose factors stand in the other order.
+        """
+        rows, columns = shape
+        if of_table:
+            return (self.count, rows, self.rank), (self.count, self.rank, columns)
+        return (self.count, self.rank, columns), (self.count, rows, self.rank)
+
+    def merged(self, weight: Tensor, factors: tuple[Tensor, Tensor], *, of_table: bool) -> Tensor:
+        """Return a weight plus the product of its factors, in fp32.
+
+        Args:
+            weight: `[rows, columns]`.
+            factors: A and B of all adapters, see `shapes`.
+        """
+        a, b = (each[self.number].float() for each in factors)
+        product = a @ b if of_table else b @ a
+        return weight.float().add_(product, alpha=self.scale)
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Return the names of the factors A and B of a weight."""
+    stem = weight.removesuffix(".weight") + _MARK
+    return f"{stem}lora_A", f"{stem}lora_B"
+
+
+def weight_of_factor(name: str) -> str | None:
+    """Return the name of a factor's weight; None for another tensor."""
+    stem, mark, _ = name.partition(_MARK)
+    return f"{stem}.weight" if mark else None
+
+
+def adapter_names(config: Json) -> tuple[str, ...]:
+    """Return the names of the adapters in a config.json; none if it has none."""
+    names = config.get(_NAMES) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json has {_NAMES} {show(names)}; allowed: a list of names")
+    return tuple(names)
+
+
+def read_adapter(config: Json, name: str) -> Adapter | None:
+    """Return the adapter of this name; None for `NO_ADAPTER`.
+
+    Raises:
+        CheckpointError: the checkpoint has no such adapter.
+    """
+    names = adapter_names(config)
+    if name == NO_ADAPTER:
+        return None
+    if name not in names:
+        has = f"allowed: {', '.join((NO_ADAPTER, *names))}" if names else "this checkpoint has none"
+        raise CheckpointError(f'adapter is "{name}"; {has}')
+    rank = read_int(config, "lora_rank", default=4)
+    scale = read_number(config, "lora_alpha", default=1.0) / rank
+    return Adapter(names.index(name), len(names), rank, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +201,7 @@ def read_headers(folder: Path, *, of_labels: bool = False) -> dict[str, TensorHe
     if quantization is None:
         return headers
 
-    def values(header: TensorHeader) -> "np.ndarray[Any, Any]":
+    def values(header: TensorHeader) -> np.ndarray[Any, Any]:
         with safe_open(locate_weights(folder, header.file), framework="np") as file:
             stored: np.ndarray[Any, Any] = file.get_tensor(header.stored_name)
             return stored
@@ -242,7 +335,7 @@ class CheckpointWeights:
             for path in shards(folder)
         }
 
-    def __enter__(self) -> "CheckpointWeights":
+    def __enter__(self) -> CheckpointWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -255,7 +348,7 @@ class CheckpointWeights:
     def names(self) -> Collection[str]:
         return self._headers.keys()
 
-    def read(self, name: str, *shape: int) -> "Tensor":
+    def read(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as a view of its file, which stays mapped with it.
 
         With an adapter it is a copy; a quantized weight is widened to fp32.
@@ -272,7 +365,7 @@ class CheckpointWeights:
         first, second = map(self._read, names, shapes)
         return self._adapter.merged(tensor, (first, second), of_table=of_table)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> "Tensor":
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         header = check_tensor(self._headers, name, shape)
         return (
             self._values(header)
@@ -295,11 +388,11 @@ class CheckpointWeights:
             return None
         return quantized.blocks(self._values)
 
-    def _values(self, header: TensorHeader) -> "Tensor":
+    def _values(self, header: TensorHeader) -> Tensor:
         tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
 
-    def read_indices(self, name: str, count: int) -> "Tensor":
+    def read_indices(self, name: str, count: int) -> Tensor:
         """Return a tensor of row numbers, `[count]` int64.
 
         Raises:
@@ -309,7 +402,7 @@ class CheckpointWeights:
 
     def read_parts(
         self, name: str, *shape: int, axis: int, bounds: Sequence[tuple[int, int]]
-    ) -> "Tensor":
+    ) -> Tensor:
         """Return parts of a tensor, one after another; nothing else of it is read.
 
         Args:
@@ -335,7 +428,7 @@ def _is_table(name: str) -> bool:
     return "embeddings." in name
 
 
-def _cut(view: Any, axis: int, first: int, last: int) -> "Tensor":
+def _cut(view: Any, axis: int, first: int, last: int) -> Tensor:
     part: Tensor = view[first:last] if axis == 0 else view[:, first:last]
     return part
 

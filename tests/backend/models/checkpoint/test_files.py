@@ -8,9 +8,8 @@ import pytest
 
 from tests.checkpoints import save_checkpoint
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import config_file, files
-from varlen.models.checkpoint.config_file import read_json
-from varlen.models.checkpoint.files import has_file, locate, read_bytes, read_text
+from varlen.models.checkpoint import files
+from varlen.models.checkpoint.files import has_file, locate, read_bytes, read_json, read_text
 from varlen.models.checkpoint.weights import _MOST_HEADER_BYTES, locate_weights, read_headers
 from varlen.models.checkpoint_folder import Checkpoint
 
@@ -171,7 +170,7 @@ def test_a_file_of_too_many_bytes_is_refused_with_the_limit(tmp_path, name, most
 
 
 def test_a_file_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(config_file, "_MOST_VALUES", 10)
+    monkeypatch.setattr(files, "_MOST_VALUES", 10)
     (tmp_path / "few.json").write_text("[" + "[]," * 4 + "[]]")
     (tmp_path / "many.json").write_text("[" * 11)
 
