@@ -1,4 +1,4 @@
-"""The families that are served, by the `model_type` of config.json, and what a model of any family can do.
+"""The families that are served, by `model_type`, and what their models can do.
 
 Names of tensors and fields are the ones that Hugging Face transformers saves, unless a family's file says otherwise.
 """

@@ -1,4 +1,4 @@
-"""What is on top of a model's layers: the head of each task, output layers, and their tables.
+"""What is on top of a model's layers: heads of tasks, output layers, tables.
 
 A checkpoint may hold the tables of encoder and decoder and the output matrix once, several times, or as different
 tensors. As in transformers 5, each is the tensor of its own name if the checkpoint has it; otherwise it is one of the

@@ -1,4 +1,4 @@
-"""Parts of layers: feed-forward parts and experts; of encoder-decoder models also attention, and what is between them.
+"""Feed-forward parts of a layer, experts, and all parts of encoder-decoder models.
 
 Source: Shazeer 2020, arXiv:2002.05202 (gates); Shazeer et al. 2017, arXiv:1701.06538 (experts).
 """

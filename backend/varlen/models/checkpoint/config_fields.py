@@ -1,4 +1,4 @@
-"""Fields of config.json: which are served, ignored or refused, and how a family declares those that it reads.
+"""Fields of config.json: those a family declares; which others are ignored or refused.
 
 Each is declared once: its name, what it may be, and its default. A family's configuration is a frozen dataclass of
 them, read field by field, in their order. See docs/decisions/0014-config-fields.md.

@@ -1,4 +1,4 @@
-"""What is known of a model family: fields, tasks, tensors, heads, labels, loading; and the check of its tensors.
+"""What is known of a model family: fields, tasks, tensors, heads, labels, loading, checks.
 
 The head of a masked language model: a dense layer, an activation and a norm make a row of each token; its product with
 a table gives a logit for each term of the vocabulary. Mostly that table is the one of the token embeddings.
@@ -94,7 +94,7 @@ NOTHING: Any = None
 
 
 class HeaderReader(LayerReader):
-    """Reads headers, without torch: checks each tensor that a family's `load` asks for, and returns None for it."""
+    """Checks each tensor that a family's `load` asks for, without torch; returns None."""
 
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers

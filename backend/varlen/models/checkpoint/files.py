@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder, which nothing else opens, and the checks that all of JSON share.
+"""Files of a checkpoint folder, which nothing else opens, and checks of JSON.
 
 A folder may come from anyone. A file counts only if it is regular and in the folder, or in the hub's cache of the same
 model; then it is read up to a limit. A pipe, a device or a link out of the folder is an error, not an absent file.
@@ -284,7 +284,7 @@ def read_int(
 
 
 def read_optional_int(config: Json, key: str, name: str) -> int | None:
-    """Return an integer of a configuration file from 1; None where it is absent or null."""
+    """Return an integer from 1; None where it is absent or null."""
     return None if config.get(key) is None else read_int(config, key, name=name)
 
 

@@ -305,7 +305,7 @@ class QuantizedTensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in `[a, b]` int32 words, the lowest bits first, `[a, b, 32 / bits]` uint8."""
+    """Return codes of words `[a, b]`, the lowest bits first, `[a, b, 32 / bits]`."""
     import torch
 
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)

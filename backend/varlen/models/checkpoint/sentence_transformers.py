@@ -165,7 +165,7 @@ class Router:
 
 
 def first_module(folder: Path, kind: str) -> Json | None:
-    """Return the entry of the first module of a folder; None if it is of another kind."""
+    """Return the entry of a folder's first module; None of another kind."""
     modules = peek_json(folder, "modules.json")
     first = modules[0] if isinstance(modules, list) and modules else None
     is_it = isinstance(first, dict) and str(first.get("type")).rpartition(".")[-1] == kind
