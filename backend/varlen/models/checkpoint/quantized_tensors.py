@@ -498,7 +498,7 @@ class _Joiner:
     def _block(
         self, scale: TensorHeader, shape: tuple[int, int], given: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Return the outputs and inputs that share a scale, `given` the scales by output and by input."""
+        """Return outputs and inputs that share a scale; `given` counts scales by both."""
         sizes = [
             tuple(min(size or of, of) for size, of in zip(block, shape, strict=True))
             for block in self.by.blocks
