@@ -19,7 +19,7 @@ from varlen.intake.tokenization import Text
 from varlen.request.request import Float32Array, Output, Request, TokenizationTask
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix
 
-# Outputs of pairs.
+# Outputs of pairs; every task has the second.
 SCORES, LENGTHS = "scores", "num_tokens"
 
 
@@ -96,26 +96,34 @@ class ScoreAnswer:
         return 4 * len(self.pairs.rows) * len(self.pairs.names & {SCORES, LENGTHS})
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        vectors = [
-            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
-        ]
+        vectors = rows_in_order(outputs)
         first = len(self.pairs.queries)
         found: dict[str, npt.NDArray[Any]] = {
-            SCORES: np.array(
+            SCORES: column(
                 [
                     max_sim(vectors[query], vectors[first + document])
                     for query, document in self.pairs.rows
                 ],
                 np.float32,
-            )[:, None]
+            )
         }
         if LENGTHS in self.pairs.names:
             lengths = [
                 self.num_tokens[query] + self.num_tokens[first + document]
                 for query, document in self.pairs.rows
             ]
-            found[LENGTHS] = np.array(lengths, np.int32)[:, None]
+            found[LENGTHS] = column(lengths)
         return found
+
+
+def rows_in_order(outputs: Sequence[tuple[int, Output]]) -> list[Float32Array]:
+    """Return the outputs of rows of any order, in the order of the rows."""
+    return [cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])]
+
+
+def column(numbers: Sequence[float], dtype: npt.DTypeLike = np.int32) -> npt.NDArray[Any]:
+    """Return the number of each row, `[rows, 1]`."""
+    return np.array(numbers, dtype)[:, None]
 
 
 def max_sim(query: Float32Array, document: Float32Array) -> float:

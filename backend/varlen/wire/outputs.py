@@ -38,10 +38,7 @@ from varlen.tasks import (
     output_specs,
 )
 from varlen.wire.entities import EntityReader
-from varlen.wire.max_sim import SCORES
-
-# Output that every task has.
-_LENGTHS = "num_tokens"
+from varlen.wire.max_sim import LENGTHS, SCORES, column, rows_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +161,7 @@ class AnswerOptions:
         """Return the tasks whose outputs the request asks for; none is the model's own."""
         if not self.further:
             return ()
-        own = {spec.name for spec in output_specs(outputs.task)} - {_LENGTHS}
+        own = {spec.name for spec in output_specs(outputs.task)} - {LENGTHS}
         has_own = not own.isdisjoint(self.names)
         return (*([outputs.task] if has_own else []), *self.further)
 
@@ -209,7 +206,7 @@ class ArrayAnswer:
         vectors = rows if self.options.long is None else self.options.long.num_vectors
         if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
-            return 4 * rows if "num_tokens" in self._names else 0
+            return 4 * rows if LENGTHS in self._names else 0
         longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
         numbers = 4 * rows * longest * width
         sizes = {
@@ -223,12 +220,10 @@ class ArrayAnswer:
         return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        rows = [
-            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
-        ]
+        rows = rows_in_order(outputs)
         names = self._names
         if self.outputs.facts.finds_rows:
-            tensors = self._found_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
+            tensors = self._found_tensors(rows) | {"num_tokens": column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
@@ -250,7 +245,7 @@ class ArrayAnswer:
             case "labels" | "tokens" | "entities":
                 return self._texts(name, main)
             case "num_tokens" | "num_vectors":
-                return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
+                return column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
 
     def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
@@ -340,14 +335,14 @@ class SeveralAnswers:
         answers: list[tuple[ArrayAnswer, Mapping[str, str]]] = []
         for task in request.options.outputs:
             if task == outputs.task:
-                own = replace(options, names=options.names - {_LENGTHS})
+                own = replace(options, names=options.names - {LENGTHS})
                 answers.append((ArrayAnswer.to(request, outputs, own), {}))
                 continue
             of_task = next(each for each in outputs.further if each.task == task)
             answer = ArrayAnswer.to(request, of_task, options.further[task])
             renamed = {tensor.name: name for name, tensor in further_names(task).items()}
             answers.append((answer, renamed))
-        has_lengths = _LENGTHS in options.names
+        has_lengths = LENGTHS in options.names
         lengths = [prompt.num_tokens for prompt in request.prompts] if has_lengths else None
         return cls(answers, lengths)
 
@@ -364,7 +359,7 @@ class SeveralAnswers:
             for name, tensor in answer.tensors(of_task).items():
                 found[names.get(name, name)] = tensor
         if self.lengths is not None:
-            found[_LENGTHS] = _column(self.lengths)
+            found[LENGTHS] = column(self.lengths)
         return found
 
 
@@ -376,8 +371,3 @@ def own_names(task: Task, requested: Collection[str]) -> frozenset[str]:
     return frozenset(
         tensor.name for name, tensor in further_names(task).items() if name in requested
     )
-
-
-def _column(counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the count of each row, `[rows, 1]`."""
-    return np.array(counts, dtype=np.int32)[:, None]

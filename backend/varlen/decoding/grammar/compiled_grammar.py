@@ -198,8 +198,7 @@ class CompiledGrammar:
         self.has_ended = True
 
     def _explain(self, process: SandboxProcess) -> None:
-        error = process.failure(_TOO_MUCH)
-        self.end(error)
+        self.end(process.failure(_TOO_MUCH))
         self._changed()
 
     def _send(self, order: bytes) -> None:
@@ -341,8 +340,3 @@ class Matcher:
             self._grammar.forget(self._number)
         self._grammar = None
         self._num_sent = 0
-
-
-def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Wait until the process of any answer says something, or the time is over."""
-    await_processes(matchers, seconds)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.grammar.compiled_grammar import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import await_processes
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampler_state import (
     EditedRow,
@@ -381,7 +381,7 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
         left = began + seconds - time.monotonic()
         if not awaited or left <= 0:
             break
-        wait_for_masks([state.matcher for state in awaited if state.matcher is not None], left)
+        await_processes([state.matcher for state in awaited if state.matcher is not None], left)
     for state in waiting:
         state.has_waited = True
 
