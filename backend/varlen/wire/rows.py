@@ -24,8 +24,7 @@ from varlen.request.request import Draft, Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide, reads
 from varlen.tasks import TASKS, Task
 from varlen.wire.entities import EntityReader
-from varlen.wire.max_sim import SCORES, ScoredPairs
-from varlen.wire.outputs import AnswerOptions, ModelOutputs
+from varlen.wire.outputs import SCORES, AnswerOptions, ModelOutputs, ScoredPairs
 from varlen.wire.tokenizer import TokenizerAnswer, check_operation, tokenizer_draft
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -127,7 +127,6 @@ class CompiledGrammar:
         return -1 if self._process is None or self.has_ended else self._process.fileno()
 
     def hold(self) -> None:
-        """Count one more request that needs the grammar."""
         with self._lock:
             self._holders += 1
 

@@ -330,7 +330,6 @@ class Sampler:
 
 
 def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
-    """Return the numbers that the next tokens are drawn with."""
     limits = [state.limits for state in states]
     if not max([state.temperature for state in states], default=0):
         return Draws(limits, None)
@@ -359,7 +358,6 @@ def _on_device(
 
 
 def _first_of_largest(logits: Tensor) -> list[int]:
-    """Return the first token with the largest logit, for each row."""
     best = logits.argmax(1) if logits.device.type == "cuda" else best_tokens(logits)
     return list(best.tolist())
 

@@ -44,7 +44,6 @@ class TokenRules:
     banned_ids: tuple[int, ...] = ()
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
-        """Return these rules with the ones of a request instead."""
         requested: dict[str, Any] = {
             "end_ids": () if options.ignore_eos else None,
             "forced_first_id": options.forced_bos_token_id,
