@@ -17,7 +17,7 @@ from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_windows,
 )
 from varlen.models.llama import read_gated_mlp, read_heads
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 
 if TYPE_CHECKING:
     from torch import Tensor

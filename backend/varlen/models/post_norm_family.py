@@ -38,8 +38,7 @@ from varlen.models.checkpoint.family import (
 )
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.program.heads import AttentionHeads
-from varlen.program.rank import ALONE
+from varlen.program.rank import ALONE, AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from varlen.models.blocks.feed_forward import Experts, FeedForward
     from varlen.models.blocks.heads import Heads
     from varlen.models.checkpoint.layers import Linear, Norm, TokenTable
-    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
+    from varlen.program.rank import AttentionHeads
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation
 
