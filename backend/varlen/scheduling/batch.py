@@ -58,7 +58,6 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last of these tokens."""
         return self.start + (1 if self.beams else len(self.token_ids))
 
     @property

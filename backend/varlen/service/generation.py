@@ -98,8 +98,6 @@ class _HoldingReply:
 
 
 def _compile_task(hold: GrammarHold) -> TokenizationTask:
-    """Return the task that compiles the grammar of a request."""
-
     def is_compiled(seconds: float) -> bool:
         return hold.compile(wait_seconds=seconds)
 

@@ -229,7 +229,6 @@ def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> i
 def _word_prompts(
     checkpoint: Checkpoint, tokenizer: Tokenizer, limits: InputLimits
 ) -> WordPrompts | None:
-    """Return what makes prompts of a model that extracts spans."""
     config = checkpoint.extraction
     if config is None:
         return None
@@ -253,7 +252,6 @@ def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
 def _long_text_rules(
     checkpoint: Checkpoint, config: EngineConfig, info: ModelInfo
 ) -> LongTextRules:
-    """Return what the model makes of spans and windows."""
     no_spans, behind = "", ""
     if not pools_spans(checkpoint.pooling):
         found = " and ".join(checkpoint.pooling)
@@ -272,7 +270,6 @@ def _long_text_rules(
 def _pair_template(
     checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
 ) -> PairTemplate | None:
-    """Return what makes prompts of pairs, for a model that answers whether they fit."""
     score = checkpoint.logit_score
     if score is None or task != "rerank":
         return None

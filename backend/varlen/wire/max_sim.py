@@ -65,7 +65,6 @@ class ScoredPairs:
         return cls(tuple(queries), tuple(documents), rows, frozenset(requested))
 
     def steps(self, given: RowParameters, intake: Intake) -> tuple[TokenizationTask, ...]:
-        """Return the steps that make the prompts: the queries, then the documents."""
         steps: list[TokenizationTask] = []
         for name, texts in (("query", self.queries), ("document", self.documents)):
             # a model without roles reads both sides alike

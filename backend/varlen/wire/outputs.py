@@ -94,7 +94,6 @@ class ModelOutputs:
     def with_texts(
         self, term_text: Callable[[int], str], token_text: Callable[[int], str]
     ) -> "ModelOutputs":
-        """Return the outputs with texts of terms and tokens, see the attributes."""
         further = tuple(each.with_texts(term_text, token_text) for each in self.further)
         return replace(self, term_text=term_text, token_text=token_text, further=further)
 
@@ -104,7 +103,6 @@ class ModelOutputs:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors, in the order in which a response has them."""
         others = chain.from_iterable(further_specs(each.task, each.width) for each in self.further)
         return (*output_specs(self.task, self.width), *others)
 
@@ -273,7 +271,6 @@ class ArrayAnswer:
         )
 
     def _entities(self, logits: Float32Array) -> npt.NDArray[np.object_]:
-        """Return the entities of each row as JSON, `[rows, 1]`."""
         found = np.full((len(logits), 1), b"", dtype=np.object_)
         reader = self.options.entities
         if reader is not None:

@@ -162,7 +162,6 @@ def deadline_seconds(deadline_ms: float | None, timeout_microseconds: int) -> fl
 
 
 def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> EntityReader:
-    """Return what makes the entities of the texts of a request."""
     strategy = given.aggregation_strategy
     assert strategy is not None
     if tensors.keys() != {"text"}:
@@ -190,7 +189,6 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
 def _long_texts(
     tensors: Tensors, given: RowParameters, intake: Intake, answer: AnswerOptions
 ) -> LongTexts:
-    """Return the texts of a request that are embedded in parts."""
     asked = "spans" if given.spans is not None else "windows"
     if tensors.keys() != {"text"}:
         raise RequestError(

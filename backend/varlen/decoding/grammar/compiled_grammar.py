@@ -105,7 +105,6 @@ class CompiledGrammar:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether it is neither compiled nor refused yet."""
         return not self.is_compiled and self.error is None
 
     def start(self, process: SandboxProcess) -> None:
@@ -153,7 +152,6 @@ class CompiledGrammar:
         self._forgotten.append(number)
 
     def users(self) -> int:
-        """Return the number of requests and answers that need the grammar."""
         with self._lock:
             self._release_forgotten()
             return self._holders + len(self._answers)
@@ -171,7 +169,6 @@ class CompiledGrammar:
             return self._masks.pop(number, None)
 
     def receive(self) -> None:
-        """Read what the process has answered."""
         if self.read():
             self._changed()
 
@@ -189,7 +186,6 @@ class CompiledGrammar:
             return sum(self._read(message) for message in messages) > 0
 
     def end(self, error: VarlenError) -> None:
-        """End the process; its answers get an error."""
         with self._lock:
             self._end(error)
 

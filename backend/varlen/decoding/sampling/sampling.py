@@ -120,7 +120,6 @@ class EditSlots:
         return edits_of(rows)
 
     def _claim(self, states: Sequence[SamplerState]) -> bool:
-        """Return whether each sequence has a slot now."""
         new = [state for state in states if state not in self._slots]
         most = (min(state.most_edits, self._vocab_size) for state in new)
         if any(count > self._limits.entries for count in most):
@@ -137,7 +136,6 @@ class EditSlots:
         return True
 
     def _free(self) -> list[int]:
-        """Return the numbers of slots that no sequence has."""
         taken = {slot.number for slot in self._slots.values()}
         return [number for number in range(self._limits.slots) if number not in taken]
 
@@ -323,7 +321,6 @@ class Sampler:
     def _choose(
         self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]
     ) -> list[int]:
-        """Return a token for each row of the final logits."""
         draws = _draws_of(states, lengths)
         if draws.uniform is None:
             return _first_of_largest(logits)

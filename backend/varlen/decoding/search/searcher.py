@@ -134,7 +134,6 @@ class Searcher:
         return steps
 
     def _parts(self, sequences: Sequence[GeneratedSequence], rows: Sequence[int]) -> list[_Part]:
-        """Return the searches of a step, without those that cannot begin."""
         parts: list[_Part] = []
         begin = 0
         for index, (sequence, count) in enumerate(zip(sequences, rows, strict=True)):
@@ -212,7 +211,6 @@ class Searcher:
 
 
 def _kind(search: BeamSearch) -> _Kind:
-    """Return how the next step of a search is taken."""
     if not search.num_rows:
         return "ended"
     if search.forced is not None:

@@ -163,7 +163,6 @@ class TokenEditor:
         return self._start
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:
-        """Return the history of a beam that goes on with a token."""
         size, longest = self._ngram_size, self._forbidden.longest
         if self._penalty == 1 and not size and not longest:
             return history
@@ -238,13 +237,11 @@ class TokenEditor:
         return self._fixed_edits_of[rows]
 
     def _early_bans(self, num_generated: int) -> tuple[int, ...]:
-        """Return tokens that may not come after this number of tokens."""
         ends = self.end_ids if num_generated < self._min_tokens else ()
         is_first = num_generated == (1 if self._has_forced_first else 0)
         return (*ends, *self._first_suppressed) if is_first else ends
 
     def _repeated(self, history: TokenHistory) -> list[int]:
-        """Return tokens that would repeat an n-gram."""
         if not self._ngram_size:
             return []
         key = history.suffix

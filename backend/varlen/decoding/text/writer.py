@@ -139,7 +139,6 @@ class Detokenizer:
         """Start behind a prompt, whose text does not come out.
 
         Args:
-            tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
             texts: `TokenBytes.texts`; added to.
         """

@@ -488,7 +488,6 @@ class IterationScheduler:
         return {group: each for group, each in found.items() if each}
 
     def _learn(self, batch: Batch, drafted: int, result: BatchResult, steps: int) -> None:
-        """Learn from a step that has run, with the number of its drafted rows."""
         tokens, seconds = batch.shape.tokens, result.seconds / steps
         self._cost.learn(tokens, seconds)
         self._step_size.grow()
@@ -502,7 +501,6 @@ class IterationScheduler:
         self._last_rows = (tokens - drafted, drafted, seconds) if is_of_rows else None
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
-        """Return a step as a batch, and count it as running."""
         chunks = tuple(step.chunks.values())
         if step.drafts:
             chunks = (*chain.from_iterable(step.drafts.values()), *chunks)
@@ -526,11 +524,7 @@ class IterationScheduler:
         return batch
 
     def _fail_step(self, step: StepInFlight, tokens: int, result: BatchResult) -> list[Event]:
-        """Return the failures of a step that has failed; groups without one run again.
-
-        Args:
-            step: the step, which was the first one in flight.
-        """
+        """Return the failures of a step that has failed; groups without one run again."""
         failure, self._last_rows = result.failure, None
         if step.is_void or failure is None:
             return []
@@ -554,7 +548,6 @@ class IterationScheduler:
         return [SequenceFailure(group.first, error) for group in present]
 
     def _undo(self, step: StepInFlight, failure: Failure) -> None:
-        """Let a failed step run again, and the steps that are lost with it."""
         # the last one first: it was scheduled last
         lost = [each for each in self._in_flight if failure == "worker" or each.after is not None]
         for each in (*reversed(lost), step):
@@ -564,11 +557,7 @@ class IterationScheduler:
             self._memory.copies.take_back(each.copies)
 
     def _restart_all(self, present: list[Group]) -> list[Event]:
-        """Let all running groups start again, after their worker ended; return the failures.
-
-        Args:
-            present: groups of the steps that ran then.
-        """
+        """Let all running groups start again, after their worker ended; return the failures."""
         requests = {group.first.request: group.first for group in present}
         self._queues.preempt_all()
         self._memory.forget_contents()
@@ -581,7 +570,6 @@ class IterationScheduler:
         ]
 
     def _update_plain(self, group: Group, chunk: Chunk, token: SampledToken) -> tuple[Event, ...]:
-        """Return the event of a plain group's token; release it at its end."""
         if token.is_pending:
             self._run_again(group, chunk)
             return ()
@@ -675,7 +663,6 @@ class IterationScheduler:
         self._claims.serve(served)
 
     def _answers(self, group: Group, step: BeamStep) -> list[Event]:
-        """Return the answers of a search, if it has ended."""
         if step.error is not None:
             return [SequenceFailure(group.first, step.error)]
         if step.answers is None:
@@ -684,7 +671,6 @@ class IterationScheduler:
         return write_answers(group.sequences, step.answers)
 
     def _split(self, group: Group) -> None:
-        """Replace a group by one for each unfinished sample."""
         groups = self._queues.split(group)
         group.claim.groups += len(groups)
         self._forget(group)

@@ -190,7 +190,6 @@ def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
 
 
 def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
-    """Return the work of sequences and requests that wait no longer."""
     tokens = sum(sequence.num_tokens for sequence in sequences)
     return Work(
         requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
@@ -237,7 +236,6 @@ class Forecaster:
         ratios.append(seconds / (self.slowdown * self._costs.seconds(shape)))
 
     def learn(self, shape: BatchShape, seconds: float) -> None:
-        """Learn from the seconds that a batch took."""
         # not from what was predicted when it started: other batches have changed the slowdown meanwhile
         self._ratios.append(seconds / self._costs.seconds(shape))
         self.slowdown = statistics.median(self._ratios)
