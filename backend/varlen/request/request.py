@@ -105,7 +105,6 @@ class ApartLabels(Words):
 
     @property
     def instances(self) -> Int32Array:
-        """There are none."""
         return np.empty((0, 3), np.int32)
 
     @property

@@ -407,7 +407,6 @@ class RowParameters:
 
     @property
     def is_cut(self) -> bool:
-        """Whether texts that are too long are cut."""
         return self.truncate or self.truncate_prompt_tokens is not None
 
     @property

@@ -137,7 +137,6 @@ class Schema:
 
     @classmethod
     def of_labels(cls, labels: Iterable[str]) -> Schema:
-        """Return a schema that has only entities."""
         return cls((SchemaTask("entities", _ENTITIES, tuple(map(Label, labels))),))
 
     @property

@@ -188,6 +188,7 @@ class SequenceFailure:
 
 Event: TypeAlias = SequenceOutput | SequenceFailure
 
+OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 
 _log = logging.getLogger(__name__)
 

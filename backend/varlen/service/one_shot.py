@@ -123,11 +123,14 @@ class EncoderParts:
         sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
         opened.callback(sandbox.close)
         limits = _input_limits(config, info)
+        filled: int | None = None
+        if info.task == "fill_mask":
+            filled = mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
         intake = Intake(
             tokenizer,
             limits,
             roles=roles_of(checkpoint, info.task, tokenizer, most),
-            mask_token=_filled_token(checkpoint, tokenizer, info.task),
+            mask_token=filled,
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
             word_prompts=_word_prompts(checkpoint, tokenizer, limits),
             pair_prefixes=checkpoint.pair_prefixes,
@@ -218,12 +221,6 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
         max_bytes=config.response_cache_bytes,
         max_seconds=config.response_cache_seconds or math.inf,
     )
-
-
-def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
-    if task != "fill_mask":
-        return None
-    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
 
 
 def _word_prompts(

@@ -249,7 +249,6 @@ class Stats:
             self._observed[metric].append(value)
 
     def drain(self) -> Drained:
-        """Return all counts since the last drain."""
         with self._lock:
             drained = Drained(self._counts, self._observed)
             self._clear()
@@ -308,7 +307,6 @@ class Exporter:
         self._thread.join()
 
     def flush(self) -> None:
-        """Export everything since the last flush."""
         drained = self._stats.drain()
         for key, number in drained.counts.items():
             self._series[key].increment(number)

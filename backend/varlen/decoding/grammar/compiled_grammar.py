@@ -127,7 +127,6 @@ class CompiledGrammar:
         return -1 if self._process is None or self.has_ended else self._process.fileno()
 
     def hold(self) -> None:
-        """Count one more request that needs the grammar."""
         with self._lock:
             self._holders += 1
 
@@ -198,8 +197,7 @@ class CompiledGrammar:
         self.has_ended = True
 
     def _explain(self, process: SandboxProcess) -> None:
-        error = process.failure(_TOO_MUCH)
-        self.end(error)
+        self.end(process.failure(_TOO_MUCH))
         self._changed()
 
     def _send(self, order: bytes) -> None:
@@ -341,8 +339,3 @@ class Matcher:
             self._grammar.forget(self._number)
         self._grammar = None
         self._num_sent = 0
-
-
-def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Wait until the process of any answer says something, or the time is over."""
-    await_processes(matchers, seconds)

@@ -43,7 +43,7 @@ class GrammarHold:
             self._grammar = self._grammars.held_if_compiled(self._content)
         return self._grammar is not None and self._grammar.is_compiled
 
-    def compile(self, *, wait_seconds: float) -> bool:
+    def compile(self, wait_seconds: float) -> bool:
         """Hold the grammar, and compile it; return whether it is compiled."""
         if self._grammar is None:
             self._grammar = self._grammars.held(self._content)
@@ -133,7 +133,7 @@ class Grammars:
         """
         hold = self.hold(grammar)
         try:
-            while not hold.compile(wait_seconds=_POLL_SECONDS):
+            while not hold.compile(_POLL_SECONDS):
                 pass
         finally:
             hold.release()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.grammar.compiled_grammar import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import await_processes
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampler_state import (
     EditedRow,
@@ -330,7 +330,6 @@ class Sampler:
 
 
 def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
-    """Return the numbers that the next tokens are drawn with."""
     limits = [state.limits for state in states]
     if not max([state.temperature for state in states], default=0):
         return Draws(limits, None)
@@ -359,7 +358,6 @@ def _on_device(
 
 
 def _first_of_largest(logits: Tensor) -> list[int]:
-    """Return the first token with the largest logit, for each row."""
     best = logits.argmax(1) if logits.device.type == "cuda" else best_tokens(logits)
     return list(best.tolist())
 
@@ -381,7 +379,7 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
         left = began + seconds - time.monotonic()
         if not awaited or left <= 0:
             break
-        wait_for_masks([state.matcher for state in awaited if state.matcher is not None], left)
+        await_processes([state.matcher for state in awaited if state.matcher is not None], left)
     for state in waiting:
         state.has_waited = True
 

@@ -44,7 +44,6 @@ class TokenRules:
     banned_ids: tuple[int, ...] = ()
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
-        """Return these rules with the ones of a request instead."""
         requested: dict[str, Any] = {
             "end_ids": () if options.ignore_eos else None,
             "forced_first_id": options.forced_bos_token_id,
@@ -156,11 +155,7 @@ class TokenEditor:
             key = tuple(prefix)
             self._prompt_followers[key] = (*self._prompt_followers.get(key, ()), last)
         suffix = tuple(prompt_ids[max(len(prompt_ids) - size + 1, 0) :]) if size else ()
-        self._start = TokenHistory(suffix=suffix)
-
-    @property
-    def start(self) -> TokenHistory:
-        return self._start
+        self.start = TokenHistory(suffix=suffix)
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:
         size, longest = self._ngram_size, self._forbidden.longest
@@ -188,7 +183,7 @@ class TokenEditor:
 
     def banned(self, num_generated: int) -> Int32Array:
         """Return the tokens that may not come next, where no edit depends on a beam."""
-        edits = self.edits([self._start], num_generated)
+        edits = self.edits([self.start], num_generated)
         return _NO_TOKENS if edits is None else edits.tokens
 
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:

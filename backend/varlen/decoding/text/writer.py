@@ -248,7 +248,6 @@ class StopStrings:
         return text[:certain], False
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         return self._pending
 
     def _read(self, character: str) -> int:

@@ -184,7 +184,7 @@ class GroupMemory:
         lengths = divide_step(parts, step_tokens)
         runs = list(zip(parts, lengths, strict=True))
         if max(lengths) > 1:
-            runs.sort(key=_is_long)
+            runs.sort(key=lambda run: run[1] > 1)
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
     def draft_rows(
@@ -462,7 +462,3 @@ def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
         lengths[place] += more
         spare -= more
     return lengths
-
-
-def _is_long(run: tuple[Part, int]) -> bool:
-    return run[1] > 1

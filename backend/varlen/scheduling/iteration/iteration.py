@@ -38,6 +38,7 @@ from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import (
     MAX_STEPS,
+    OUT_OF_MEMORY,
     Batch,
     BatchResult,
     Chunk,
@@ -154,7 +155,6 @@ def _shape_of(*lengths: int) -> BatchShape:
 _LEAST_PROBABILITY, _LEAST_GAIN, _MARGIN = 0.1, 1 / 8, 1.5
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
-_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 # Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
@@ -544,7 +544,7 @@ class IterationScheduler:
             return self._restart_all(present)
         if named := result.named([group.first for group in present]):
             return [SequenceFailure(each, EngineError(result.reason)) for each in named]
-        error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
+        error = EngineError(OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]
 
     def _undo(self, step: StepInFlight, failure: Failure) -> None:

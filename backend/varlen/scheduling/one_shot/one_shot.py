@@ -19,7 +19,14 @@ from varlen.costs.model import BatchLimits, BatchShape, CostModel
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work
-from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
+from varlen.scheduling.batch import (
+    OUT_OF_MEMORY,
+    Batch,
+    BatchResult,
+    Event,
+    SequenceFailure,
+    SequenceOutput,
+)
 from varlen.scheduling.one_shot.partition import DpPartition, FullBatches, Policy
 from varlen.scheduling.one_shot.queue import RequestQueue
 from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
@@ -33,7 +40,6 @@ _RECENT = 15
 _RECENT_ALONE = 7
 _MILLISECOND = 1e-3
 _BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
-_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 
 
 class OneShotScheduler:
@@ -122,7 +128,7 @@ class OneShotScheduler:
             return self._fail_named(batch, named, EngineError(result.reason))
         running = [sequence.status == "running" for sequence in batch.sequences]
         if result.failure is not None:
-            error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
+            error = EngineError(OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
         if result.cores == "one":
             self._forecaster.learn(batch.shape, result.seconds)
