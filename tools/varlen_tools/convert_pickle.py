@@ -126,7 +126,6 @@ def _only_pickle(folder: Path) -> str:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the shard of each tensor, and the whole index."""
     try:
         index = read_object(folder, _PICKLE_INDEX)
         weight_map: dict[str, str] = index["weight_map"]
@@ -141,7 +140,6 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _shard_names(weight_map: dict[str, str]) -> dict[str, str]:
-    """Return the name of each new file by the name of its pickle."""
     names = {
         shard: f"{Path(shard).stem.replace('pytorch_model', 'model')}.safetensors"
         for shard in sorted(set(weight_map.values()))

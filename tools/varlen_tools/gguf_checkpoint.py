@@ -347,7 +347,6 @@ def _read_config(source: GgufFile) -> Json:
 
 
 def _rope_scaling(source: GgufFile, positions: int) -> Json | None:
-    """Return the field of config.json for rotary positions of long texts."""
     number, tensors = source.number, source.tensors
     kind = source.metadata.get(f"{source.architecture}.rope.scaling.type", "none")
     factors = [
@@ -394,11 +393,6 @@ def _rename(source: GgufFile, config: Json) -> dict[str, GgufTensor]:
 
 
 def _write_weights(path: Path, weights: Mapping[str, GgufTensor], *, adds_one: bool) -> None:
-    """Write a file of safetensors.
-
-    Args:
-        adds_one: whether the norms of the tensors have 1 more.
-    """
     import torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -421,7 +415,6 @@ def _write_weights(path: Path, weights: Mapping[str, GgufTensor], *, adds_one: b
 
 
 def _json_files(source: GgufFile, config: Json) -> dict[str, str]:
-    """Return the other files, by name."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {f"{name}_token": source.token(each) for name, each in names.items()}
     ends = {source.token("eos"), source.token("eot"), *_ENDS}
@@ -440,7 +433,6 @@ def _json_files(source: GgufFile, config: Json) -> dict[str, str]:
 
 
 def _read_tokenizer(source: GgufFile) -> Tokenizer:
-    """Return the tokenizer of the metadata."""
     kind, rules, tokens = (source.rule(f"ggml.{each}", "") for each in ("model", "pre", "tokens"))
     if kind != "llama" and (kind != "gpt2" or rules not in _PATTERNS):
         raise source.refusal(
@@ -474,7 +466,6 @@ def _read_tokenizer(source: GgufFile) -> Tokenizer:
 
 
 def _byte_pairs(source: GgufFile, rules: str) -> Tokenizer:
-    """Return a tokenizer of bytes, as GPT-2's."""
     pattern = _PATTERNS[rules]
     ids = {token: number for number, token in enumerate(source.rule("ggml.tokens"))}
     merges = [(*each.split(" "),) for each in source.rule("ggml.merges", [])]

@@ -165,6 +165,5 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _given(backbone: Path | None) -> Path:
-    """Return the backbone, which is there if a part is missing."""
     assert backbone is not None
     return backbone

@@ -342,7 +342,6 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConversionError unless `check_readable` passes what libraries read."""
     for path in sorted(folder.glob("*")):
         if path.name in SOURCE_FILES or path.suffix in (".json", ".txt", ".jinja"):
             try:
@@ -361,7 +360,6 @@ def _check_packages(names: Sequence[str], source: str) -> None:
 
 
 def _convert(folder: Path, sources: Sequence[str]) -> Tokenizer:
-    """Return the fast tokenizer that transformers makes of files; no code of the folder runs."""
     import transformers
 
     # it reports converters that fail, and tries others

@@ -178,7 +178,6 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time work in a folder."""
     try:
         with folder_lock(folder, _LOCK_SECONDS, partial(print, "setup:", file=sys.stderr)):
             yield

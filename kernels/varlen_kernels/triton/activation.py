@@ -96,7 +96,6 @@ def _activate_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Activate one tile of ROWS tokens by BLOCK features."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31

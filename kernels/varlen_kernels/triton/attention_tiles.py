@@ -329,7 +329,6 @@ def _check_table(tiles: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _table_shape(qkv: Tensor, cu_seqlens: Tensor, has_key_lengths: bool) -> tuple[int, int]:
-    """Return the shape of the table of `attention_tiles`."""
     return len(qkv) + len(cu_seqlens), TILE_COLUMNS.value + has_key_lengths
 
 
@@ -548,7 +547,6 @@ def check_paged_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _paged_shape(qkv: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
-    """Return the shape of the table of `paged_tiles`."""
     return len(qkv) + 2 * len(cu_seqlens), PAGED_COLUMNS.value
 
 

@@ -169,7 +169,6 @@ def _attention_varlen_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the attention of one tile of queries in HEADS heads."""
     wait_for_kernels(DEPENDENT)
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS

@@ -231,7 +231,6 @@ def _store_each(
     values,  # [BLOCK_BEAMS]
     inside,
 ):
-    """Store values in two places."""
     tl.store(first_ptr, values, mask=inside)
     tl.store(second_ptr, values, mask=inside)
 

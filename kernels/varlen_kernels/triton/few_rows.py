@@ -583,7 +583,6 @@ def _linear(
     eps: float = 0.0,
     kind: str = "",
 ) -> Tensor:
-    """Launch the kernel; it is gated if `out` has half of the features."""
     features = weight.shape[1]
     out = x.new_empty(len(x), features) if out is None else out
     is_gated = out.shape[1] != features
@@ -666,7 +665,6 @@ def _of_norm(
 
 
 def _check_few(rows: int) -> None:
-    """Raise ValueError if there are more than 64 rows."""
     if rows > MOST_ROWS:
         raise ValueError(f"{rows} rows; allowed: {MOST_ROWS}")
 
@@ -682,7 +680,6 @@ def _of_weight(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
 
 
 def _converts_fp8() -> bool:
-    """Return whether the current device converts fp8; the interpreter does."""
     if knobs.runtime.interpret:
         return True
     target = triton.runtime.driver.active.get_current_target()
@@ -692,11 +689,6 @@ def _converts_fp8() -> bool:
 def _settings(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, norm: FoldedNorm | None, rows: int
 ) -> dict[str, Any]:
-    """Return the settings that all kernels have.
-
-    Raises:
-        ValueError: see `norm_append_kv`.
-    """
     is_coded = isinstance(weight, CodedWeight)
     matrix = weight.codes if isinstance(weight, CodedWeight) else weight
     hidden, features = matrix.shape
@@ -727,7 +719,6 @@ def _settings(
 
 
 def _tile(rows: int, features: int, hidden: int, item: int, *, is_coded: bool) -> dict[str, Any]:
-    """Return the tile of a program and how it is compiled."""
     most = next((each for each in _ROWS[is_coded:] if each >= rows), _ROWS[-1])
     on_cores = most == 1
     # a start of a program takes longer than 4 features of a small model

@@ -94,7 +94,6 @@ def _norm_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise ROWS tokens, from token `program_id(0) * ROWS` on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -261,7 +260,6 @@ def _norm_heads_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -335,7 +333,6 @@ def _rotary_kernel(
     BLOCK: tl.constexpr,  # power of two >= HALF
     DEPENDENT: tl.constexpr,
 ):
-    """Rotate ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -411,11 +408,6 @@ def candidate_rotary_launches(half: int, head_dim: int, dtype: torch.dtype) -> l
 
 
 def _checked_head_dim(qkv: Tensor, num_heads: int, num_kv_heads: int, out: Tensor | None) -> int:
-    """Return the features of a head.
-
-    Raises:
-        ValueError: `qkv` is no row of heads, a head is too large, or `out` is not like `qkv`.
-    """
     check_dtype(qkv=qkv)
     check_row_layout(qkv=qkv)
     head_dim, rest = divmod(qkv.shape[1], num_heads + 2 * num_kv_heads)
@@ -441,7 +433,6 @@ def _load_embedding(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Return the table row of each token's id, as tiles."""
     # int64: a table may have more than 2**31 elements
     row = tl.load(ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
     return load_row(table_ptr + row * STRIDE, (token < tokens)[:, None], HIDDEN, ROWS, BLOCK, TILES)
@@ -470,7 +461,6 @@ def _embed_layer_norm_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
     DEPENDENT: tl.constexpr,
 ):
-    """Embed ROWS tokens, from token `program_id(0) * ROWS` on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -577,7 +567,6 @@ def _embed_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Embed one tile of ROWS tokens by BLOCK features."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     # int64: tokens * HIDDEN may pass 2**31, and so may a table

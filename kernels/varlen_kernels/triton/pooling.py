@@ -193,7 +193,6 @@ def _pool_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum, or find the maximum of, BLOCK features of one part of a sequence."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // (PARTS * TILES)
@@ -467,7 +466,6 @@ def _check(x: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _check_sequences(cu_seqlens: Tensor, dtype: torch.dtype, **tables: Tensor | None) -> None:
-    """Raise ValueError unless each table has one number of this type per sequence."""
     shape = (len(cu_seqlens) - 1,)
     for name, table in tables.items():
         if table is None:

@@ -154,7 +154,6 @@ class _Made:
 
 
 def _make(wish: Wish, session: Session, old: Existing, target: Path, source: str) -> _Made:
-    """Write the new model, with the task that answers as the old model does."""
     view, name = target.parent, target.name
     target.unlink(missing_ok=True)
     folder = _fetch(view, source, name, wish.parameters)
@@ -223,7 +222,6 @@ def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
 
 
 def _in_dtype(model: Path, dtype: DType) -> Path:
-    """Write the same model in another dtype beside it, and return its folder."""
     made = model.with_name(f"{model.name}_{dtype}")
     while made.exists():
         # a model of the repository
@@ -352,7 +350,6 @@ def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, s
 
 
 def _new(old: Existing, name: str, task: Task, theirs: Sequence[Float32Array]) -> Existing:
-    """Return how the new model is asked for what the old one answers."""
     parameters: dict[str, Any] = {}
     if old.text is not None:
         parameters["truncate"] = True
@@ -405,7 +402,6 @@ def is_varlen(model: Path) -> bool:
 
 
 def _checkpoints(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield checkpoints in a folder, but not their modules."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         yield folder
     elif depth and folder.is_dir():

@@ -458,7 +458,6 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
 def _compare_adapters(
     checkpoint: Checkpoint, config: EngineConfig, compare: _CompareAdapter
 ) -> Iterator[Comparison]:
-    """Yield the comparison of each adapter with peft, which merges it; in fp32."""
     folders = adapter_folders(checkpoint.folder, config.adapters)
     missing = next((each for each in ("transformers", "peft") if not has_library(each)), None)
     for number, (name, folder) in enumerate(folders.items()):
@@ -501,7 +500,6 @@ def _adapted_answers(
     *,
     limit: int,
 ) -> Comparison:
-    """Compare logits of whole texts, or hidden states, of a model with an adapter."""
     task: Task = config.task or checkpoint.task
     if not TASKS[task].has_labels or checkpoint.logit_score is not None:
         task = "hidden"
