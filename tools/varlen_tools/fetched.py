@@ -144,12 +144,7 @@ def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
 
 
 def _remove(model: FetchedModel) -> None:
-    """Remove a model, whole for everyone who looks.
-
-    Raises:
-        CacheError: a process fetches or serves it.
-        OSError: it cannot be removed.
-    """
+    """Remove a model, whole for everyone who looks."""
     parent = model.folder.parent
     with CacheFolder(parent).lock(LOCK, 0.0):
         if user := user_of(model.folder):

@@ -213,7 +213,6 @@ def _build(folder: Path) -> None:
 
 
 def _keep_wheels(folder: Path, partial: Path) -> Path:
-    """Empty `partial`, keep its wheels, add the old kit's wheels; return their folder."""
     kept = partial / "wheels"
     kept.mkdir(parents=True, exist_ok=True)
     for wheel in (folder / "wheels").glob("*.whl"):

@@ -39,6 +39,7 @@ from varlen_kernels.triton.attention_tiles import (
 )
 from varlen_kernels.triton.checks import (
     check_bias,
+    check_contiguous,
     check_cu_seqlens,
     check_heads,
     check_key_lengths,
@@ -454,7 +455,4 @@ def check_distances(
             raise ValueError(
                 f"distances.{name} is {list(table.shape)} {table.dtype}; it must be [rows, {width}] {dtype}"
             )
-        if not table.is_contiguous():
-            raise ValueError(
-                f"distances.{name} has strides {table.stride()}; it must be contiguous"
-            )
+        check_contiguous(**{f"distances.{name}": table})

@@ -146,6 +146,22 @@ def check_contiguous(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
 
 
+def check_table(shape: tuple[int, ...], dtype: torch.dtype, **tables: Tensor | None) -> None:
+    """Check that each tensor has this shape and dtype, and is contiguous.
+
+    Raises:
+        ValueError: one has not; the message names it.
+    """
+    for name, table in tables.items():
+        if table is not None and (
+            table.shape != shape or table.dtype != dtype or not table.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {list(table.shape)} {table.dtype}, strides {table.stride()};"
+                f" it must be {list(shape)} {dtype}, contiguous"
+            )
+
+
 MAX_HEAD_DIM = 256
 
 
@@ -204,8 +220,7 @@ def check_key_lengths(key_lengths: Tensor | None, cu_seqlens: Tensor) -> None:
         raise ValueError(
             f"key_lengths is {list(key_lengths.shape)} {key_lengths.dtype}; it must be {list(shape)} torch.int32"
         )
-    if not key_lengths.is_contiguous():
-        raise ValueError(f"key_lengths has strides {key_lengths.stride()}; it must be contiguous")
+    check_contiguous(key_lengths=key_lengths)
 
 
 def check_bias(bias: Tensor | None, num_heads: int) -> None:
@@ -220,5 +235,4 @@ def check_bias(bias: Tensor | None, num_heads: int) -> None:
     shape = bias.shape
     if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
         raise ValueError(f"bias is {list(shape)}; it must be [{num_heads}, an odd number]")
-    if not bias.is_contiguous():
-        raise ValueError(f"bias has strides {bias.stride()}; it must be contiguous")
+    check_contiguous(bias=bias)

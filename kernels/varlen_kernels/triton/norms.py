@@ -123,9 +123,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
-    return out
+    return _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
 
 
 def layer_norm(
@@ -136,9 +134,7 @@ def layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("layer_norm", x, weight, bias, eps, out)
-    return out
+    return _launch("layer_norm", x, weight, bias, eps, out)
 
 
 def residual_layer_norm(
@@ -155,9 +151,9 @@ def residual_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
-    _launch("residual_layer_norm", x, weight, bias, eps, normed, residual=residual, sum_out=total)
-    return total, normed
+    total, normed = out or (torch.empty_like(x), None)
+    op = "residual_layer_norm"
+    return total, _launch(op, x, weight, bias, eps, normed, residual=residual, sum_out=total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
@@ -166,9 +162,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("rms_norm", x, weight, None, eps, out, is_centered=False)
-    return out
+    return _launch("rms_norm", x, weight, None, eps, out, is_centered=False)
 
 
 def residual_rms_norm(
@@ -184,8 +178,8 @@ def residual_rms_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
-    _launch(
+    total, normed = out or (torch.empty_like(x), None)
+    return total, _launch(
         "residual_rms_norm",
         x,
         weight,
@@ -196,7 +190,6 @@ def residual_rms_norm(
         sum_out=total,
         is_centered=False,
     )
-    return total, normed
 
 
 def _launch(
@@ -205,12 +198,13 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    out: Tensor,
+    out: Tensor | None,
     *,
     residual: Tensor | None = None,
     sum_out: Tensor | None = None,
     is_centered: bool = True,
-) -> None:
+) -> Tensor:
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     check_rows(x, residual=residual, sum_out=sum_out)
     check_dtype(weight=weight)
     check_out(out, x.shape, weight.dtype)
@@ -218,7 +212,7 @@ def _launch(
     check_width(hidden)
     check_vector(hidden, weight=weight, bias=bias)
     if tokens == 0:
-        return
+        return out
     launch = pick(op, (hidden, x.dtype), row_launches)
     _norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
@@ -242,6 +236,7 @@ def _launch(
         **launch,
         **dependent_launch(),
     )
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -239,20 +239,21 @@ def models_folder() -> Path:
 
 
 def _kept(source: str) -> Path:
+    return models_folder() / hashlib.sha256(_identity(source).encode()).hexdigest()[:12]
+
+
+def _identity(source: str) -> str:
     folder = Path(source).expanduser()
-    identity = str(folder.resolve()) if folder.exists() else source
-    return models_folder() / hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return str(folder.resolve()) if folder.exists() else source
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
     folder = Path(source).expanduser()
-    if folder.exists():
-        source = str(folder.resolve())
     facts = [(path, path.stat()) for path in _files(folder)]
     files = [(str(path.relative_to(folder)), it.st_size, it.st_mtime_ns) for path, it in facts]
     made_of = {
         "format": _FORMAT,
-        "source": source,
+        "source": _identity(source),
         "settings": dict(settings),
         "files": files,
     }
