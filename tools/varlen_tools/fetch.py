@@ -68,8 +68,8 @@ from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_toke
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, find_source, parse_settings
-from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
+from varlen_tools.setup_server import DownloadError, download_wheel
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")

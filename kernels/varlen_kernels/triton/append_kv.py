@@ -101,7 +101,6 @@ def _append_kv_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Write one head of ROWS tokens: queries into `out`, others into slots."""
     wait_for_kernels(DEPENDENT)
     # queries that are not rotated have no program
     FIRST_HEAD: tl.constexpr = 0 if ROTATES else NUM_HEADS

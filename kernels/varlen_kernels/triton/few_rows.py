@@ -227,7 +227,6 @@ def _linear_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute FEATURES features of a linear layer; gates lie beside what they multiply."""
     SIDES: tl.constexpr = 2 if IS_GATED else 1
     part = tl.program_id(0)
     if ROWS > _FEW:
@@ -661,7 +660,7 @@ def _check_few(rows: int) -> None:
 def _operands(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, norm: FoldedNorm | None
 ) -> tuple[Tensor, ...]:
-    """Return weight, scale, gain, sums and shift of a kernel; what it does not read is `x`."""
+    """Return the operands that all kernels have, with `x` for what one does not read."""
     codes, scale = (weight, x) if isinstance(weight, Tensor) else weight
     if codes.dtype == torch.float8_e4m3fn and not _converts_fp8():
         codes = codes.view(torch.uint8)

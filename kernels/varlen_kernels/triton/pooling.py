@@ -274,7 +274,7 @@ def pool_parts(
     *,
     normalized: bool,
 ) -> Tensor:
-    """Write the pooled vectors into `out` by two kernels, whose arguments are those of `_pool_kernel`."""
+    """Write the pooled vectors into `out` by two kernels."""
     batch, hidden = out.shape
     parts = torch.empty((batch, _PARTS, hidden), dtype=torch.float32, device=x.device)
     form = {**form, "PARTS": _PARTS, "MIN_PART": _MIN_PART}

@@ -76,7 +76,6 @@ def _best_of_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Find the best token of one part; begin the state of a row."""
     wait_for_kernels(DEPENDENT)
     # int64: rows * STRIDE may pass 2**31
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -107,7 +106,6 @@ def _count_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Count the tokens of one part; the last program finds the buckets of limits."""
     wait_for_kernels(DEPENDENT)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -198,7 +196,6 @@ def _collect_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """List the tokens where limits may end; the last program finds the last kept token."""
     wait_for_kernels(DEPENDENT)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
