@@ -79,7 +79,6 @@ class Parameter:
 
     @property
     def allowed(self) -> str:
-        """The allowed values in words."""
         if self.allowed_text:
             return self.allowed_text
         if self.choices:

@@ -83,7 +83,6 @@ class AnswerStore:
         return len(self._entries)
 
     def get(self, key: bytes) -> CachedAnswer | None:
-        """Return the answer for a key, unless it is too old."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -219,7 +218,6 @@ class Flight:
         return tuple(self.leader.request.prompts[row] for row in rows)
 
     def pending_requests(self) -> Rows:
-        """Return the requests that still wait, with their rows."""
         rows: Rows = {}
         for waiters in self.waiting.values():
             for pending, row in waiters:
@@ -264,7 +262,6 @@ class Flights:
                 del self._by_key[key]
 
     def leave(self, pending: Pending) -> None:
-        """Remove a request from the flights that it has joined."""
         for flight, key in pending.joined:
             # a delivered key is gone
             waiters = flight.waiting.get(key, [])

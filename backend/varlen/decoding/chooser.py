@@ -40,7 +40,6 @@ class _Row(NamedTuple):
     """An output that the host chooses.
 
     Attributes:
-        output: index of the output in the step.
         length: number of tokens of the answer, or of each beam.
         drafted: see `Chunk`.
     """
@@ -171,7 +170,6 @@ class TokenChooser:
         return outputs
 
     def _choose(self, logits: Tensor, chosen: Sequence[_Row]) -> Sequence[SampledToken | BeamStep]:
-        """Return outputs that the host chooses, either of samples or of searches."""
         rows = list(chain.from_iterable(each.rows for each in chosen))
         if len(rows) < len(logits):
             logits = logits[torch.tensor(rows, device=logits.device)]

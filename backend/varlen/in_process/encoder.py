@@ -95,9 +95,6 @@ class Encoder(InProcess):
 
     _service: Service[EncoderParts]
 
-    def __init__(self, service: Service[EncoderParts]) -> None:
-        self._service = service
-
     @classmethod
     def from_pretrained(cls, folder: str | Path, **settings: Unpack[EncoderSettings]) -> Encoder:
         """Return the encoder of a Hugging Face checkpoint folder, ready to run.

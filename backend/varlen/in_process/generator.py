@@ -77,9 +77,6 @@ class Generator(InProcess):
 
     _service: Service[GeneratorParts]
 
-    def __init__(self, service: Service[GeneratorParts]) -> None:
-        self._service = service
-
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, **settings: Unpack[GeneratorSettings]

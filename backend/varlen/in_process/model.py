@@ -53,8 +53,10 @@ def config_of(settings: Mapping[str, object], kind: type[ModelSettings]) -> Engi
 class InProcess:
     """A loaded model, which `close` or the end of a `with` block stops."""
 
-    _service: Service[Any]
     _adapter = ""
+
+    def __init__(self, service: Service[Any]) -> None:
+        self._service = service
 
     def with_adapter(self, name: str) -> Self:
         """Return the same model with an adapter; sequences of both share batches.

@@ -104,7 +104,6 @@ class InputLimits:
         return sizes
 
     def check_text_bytes(self, row: int, size: int) -> None:
-        """Raise RequestError if a text of this length in UTF-8 is too long."""
         if size > self.max_text_bytes:
             raise RequestError(
                 f"row {row}: text has {size} bytes; this model takes at most {self.max_text_bytes}"

@@ -182,7 +182,6 @@ class LongTexts:
         )
 
     def _joined(self, parts: Sequence[_Part], outputs: Sequence[Float32Array]) -> Float32Array:
-        """Return the vectors of a text, given the outputs of its sequences."""
         if self._form.spans is None and len(outputs) == 1:
             return outputs[0][None]
         count = 1 if self._form.spans is None else self.num_vectors

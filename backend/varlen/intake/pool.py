@@ -72,7 +72,6 @@ class _Work:
     """A draft and its progress. One thread at a time works on it.
 
     Attributes:
-        number: number in order of arrival.
         bytes_left, bytes_done: length of the texts of the steps that are left, and of the others.
         last_check: last time at which the client was known to be there.
     """
@@ -93,12 +92,10 @@ class _Work:
 
     @property
     def is_long(self) -> bool:
-        """Whether its next step is long."""
         return self.steps[0].num_bytes > _SHORT_STEP_BYTES
 
     @property
     def due(self) -> float:
-        """When its next step is due."""
         num_bytes = self.bytes_done + self.steps[0].num_bytes
         return self.arrival + num_bytes / (_BYTES_PER_SECOND * (1 + self.options.priority))
 
@@ -156,7 +153,6 @@ class TokenizerPool:
             draft: has at least one step.
             reply: asked whether the client is still there.
             accept: called once, from a thread of the pool, unless the reply fails.
-            arrival: arrival time of the request, in seconds of the clock.
 
         Raises:
             RequestError, QueueFullError: the texts are too long for the pool, or for what else waits; the caller

@@ -83,13 +83,11 @@ class TextRole:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its texts become prompts as they are."""
         others = self.max_tokens, self.expansion, self.skipped
         has_others = self.is_looked_up or any(each is not None for each in others)
         return not self.prompt and not has_others
 
     def place(self, tokens: Prompt) -> Prompt:
-        """Return tokens with those that the role adds, and the places of its vectors."""
         if self.is_looked_up:
             return Prompt(tokens.token_ids, payload=Terms())
         expansion = self.expansion

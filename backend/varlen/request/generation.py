@@ -342,7 +342,6 @@ def _fitting_defaults(
 
 
 def _asks_for_search(values: Mapping[str, object]) -> bool:
-    """Whether a request asks for a search that takes the best tokens."""
     names = ("num_beams", *_ONLY_SEARCH)
     return not values.get("do_sample") and any(
         values.get(name, OPTIONS[name].default) != OPTIONS[name].default for name in names

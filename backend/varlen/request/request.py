@@ -93,7 +93,6 @@ class Words(Payload):
         words: Int32Array,
         instances: Sequence[tuple[int, int, int]] = (),
     ) -> "Words":
-        """Return it for the places of labels and words."""
         head = np.array([len(instances), *chain.from_iterable(instances)], np.int32)
         return cls(np.concatenate([head, labels, words], dtype=np.int32), len(labels))
 
@@ -106,12 +105,10 @@ class ApartLabels(Words):
 
     @property
     def instances(self) -> Int32Array:
-        """There are none."""
         return np.empty((0, 3), np.int32)
 
     @property
     def first_word(self) -> int:
-        """Index of the place of the first word in `tokens`."""
         assert self.tokens is not None
         return (self.count or 0) + int(self.tokens[: self.count].sum())
 
@@ -125,7 +122,6 @@ class ApartLabels(Words):
 
     @classmethod
     def of(cls, labels: Sequence[Int32Array], places: Int32Array) -> "ApartLabels":
-        """Return it for labels and the places of words."""
         lengths = np.array([len(each) for each in labels], np.int32)
         return cls(np.concatenate([lengths, *labels, places], dtype=np.int32), len(labels))
 
@@ -192,23 +188,19 @@ class Prompt:
 
     @property
     def num_masks(self) -> int:
-        """Number of tokens to predict."""
         places = self.payload_tokens(Masks)
         return 0 if places is None else len(places)
 
     @property
     def num_labels(self) -> int:
-        """Number of labels of `extract`, in all instances."""
         return (isinstance(self.payload, Words) and self.payload.count) or 0
 
     @property
     def num_instances(self) -> int:
-        """Number of instances of a schema of `extract`."""
         return len(self.payload.instances) if isinstance(self.payload, Words) else 0
 
     @property
     def num_words(self) -> int:
-        """Number of words of `extract`."""
         payload = self.payload
         if not isinstance(payload, Words) or payload.tokens is None:
             return 0
@@ -285,7 +277,6 @@ class Request:
         return now if self.arrival is None else self.arrival
 
     def deadline(self, now: float) -> float:
-        """Return the time after which its answer is useless; infinity if there is none."""
         return self.options.deadline(self.arrived(now))
 
 
@@ -439,11 +430,7 @@ class TokenizationTask:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request whose texts are checked, but not tokenized.
-
-    Attributes:
-        steps: tasks in order of the rows.
-    """
+    """A request whose texts are checked, but not tokenized."""
 
     steps: tuple[TokenizationTask, ...]
     options: RequestOptions

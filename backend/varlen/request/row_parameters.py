@@ -81,7 +81,6 @@ class TextPrefix:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of those that the request has."""
         return tuple(each.name for each in fields(self) if getattr(self, each.name) is not None)
 
     def check_has_texts(self) -> None:
@@ -408,7 +407,6 @@ class RowParameters:
 
     @property
     def is_cut(self) -> bool:
-        """Whether texts that are too long are cut."""
         return self.truncate or self.truncate_prompt_tokens is not None
 
     @property

@@ -121,7 +121,6 @@ class SchemaTask:
 
     @property
     def choice_words(self) -> list[str]:
-        """The words before a text that show the choices of its fields."""
         words: list[str] = []
         for each in self.labels:
             if each.choices:
@@ -138,7 +137,6 @@ class Schema:
 
     @classmethod
     def of_labels(cls, labels: Iterable[str]) -> Schema:
-        """Return a schema that has only entities."""
         return cls((SchemaTask("entities", _ENTITIES, tuple(map(Label, labels))),))
 
     @property
@@ -158,7 +156,6 @@ class Schema:
                     yield task, number, label
 
     def prompt(self) -> PromptTexts:
-        """Return the texts before the words."""
         texts: list[str] = []
         instances: list[tuple[int, int, int]] = []
         marks: list[int] = []

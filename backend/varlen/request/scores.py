@@ -1,13 +1,12 @@
 """Scores of classifiers: the functions between logits and the scores of clients."""
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from varlen.request.request import Float32Array
 
 ScoreFunction: TypeAlias = Literal["softmax", "sigmoid", "none"]
-SCORE_FUNCTIONS: tuple[ScoreFunction, ...] = get_args(ScoreFunction)
 
 
 def scores_of(logits: Float32Array, function: ScoreFunction) -> Float32Array:

@@ -331,7 +331,6 @@ class _Nested:
         self._begins: dict[int, int] = {}
 
     def take(self, begin: int, end: int) -> bool:
-        """Return whether a span was free, and take it."""
         if (begin, end) in self._taken:
             return self._multi_label
         crosses = any(self._ends.get(word, -1) > end for word in range(begin + 1, end + 1)) or any(

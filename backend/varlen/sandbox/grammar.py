@@ -93,7 +93,6 @@ class GrammarServer:
             frames.send(self._advance(number, tokens, limits.seconds))
 
     def _compile(self, grammar: str) -> LLMatcher | str:
-        """Return the start of its answers, or why there is none."""
         try:
             matcher = LLMatcher(
                 self._tokens, _library_grammar(grammar), log_level=0, limits=_LIMITS

@@ -158,13 +158,11 @@ class _Host:
         self._is_ready = False
 
     def await_ready(self) -> None:
-        """Wait until the host has loaded."""
         if not self._is_ready:
             self.refused = self._receive()["refused"]
             self._is_ready = True
 
     def fork(self, kind: Kind, connection: socket.socket) -> int:
-        """Return the process id of a new process."""
         socket.send_fds(self._control, [_encoded({"fork": kind})], [connection.fileno()])
         answer = self._receive()
         if "error" in answer:

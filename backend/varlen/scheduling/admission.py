@@ -52,7 +52,6 @@ class Admission:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Waiting requests and waiting tokens."""
         with self._lock:
             return self._requests, self._tokens
 
@@ -64,7 +63,6 @@ class Admission:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no batch is in flight."""
         with self._lock:
             return not self._ends
 
@@ -100,7 +98,6 @@ class Admission:
             self._seconds += forecast.seconds
 
     def leave(self, left: Work) -> None:
-        """Subtract work that is dropped."""
         with self._lock:
             self._subtract(left)
 
@@ -111,7 +108,6 @@ class Admission:
             self._subtract(left)
 
     def mark_ended(self, batch: Batch) -> None:
-        """Forget a batch that has run."""
         with self._lock:
             self._ends.pop(batch, None)
 

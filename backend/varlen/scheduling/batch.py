@@ -58,7 +58,6 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last of these tokens."""
         return self.start + (1 if self.beams else len(self.token_ids))
 
     @property
@@ -189,6 +188,7 @@ class SequenceFailure:
 
 Event: TypeAlias = SequenceOutput | SequenceFailure
 
+OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 
 _log = logging.getLogger(__name__)
 

@@ -279,7 +279,6 @@ class Engine:
                 self._fail(arrived, EngineError(_ENGINE_FAILED))
 
     def _admit(self, request: Request, now: float) -> Forecast:
-        """Count a request as waiting, or raise a `VarlenError`."""
         with self._submitting:
             self._check_accepting()
             try:
@@ -290,7 +289,6 @@ class Engine:
                 raise
 
     def _put(self, request: RequestState) -> None:
-        """Put an admitted request into the inbox, or raise an `EngineError`."""
         # the lock orders this put before close()'s None, so that no request is left behind
         with self._submitting:
             self._check_accepting()
@@ -423,14 +421,12 @@ class Engine:
         self._forget(request)
 
     def _forget(self, request: RequestState) -> None:
-        """Drop an answered request."""
         del self._open[request]
         self._by_deadline.discard(request)
         # breaks a reference cycle: outputs, and replies, are freed without waiting for a garbage collection
         request.sequences = ()
 
     def _stop(self, error: EngineError) -> None:
-        """Fail every open request, and refuse new ones."""
         _log.error("%s", error)
         with self._submitting:
             self._refusal = error

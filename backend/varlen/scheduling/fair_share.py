@@ -60,8 +60,6 @@ class FairShare:
         The lowest rank is served first.
 
         Args:
-            tenant: name of the client that it belongs to.
-            own: size of the request.
             weight: factor by which the competitors count less.
         """
         rank = RANK_UNIT * (self._served + own) + self._before(tenant, own, weight)
@@ -100,7 +98,6 @@ class FairShare:
         self._served += work + repeated
 
     def leave(self, tenant: str) -> None:
-        """Forget a request whose work is served."""
         mine = self._backlogs[tenant]
         mine.requests -= 1
         if not mine.requests:

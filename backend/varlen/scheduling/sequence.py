@@ -41,12 +41,10 @@ class RequestState:
     """An admitted request and its progress.
 
     Attributes:
-        request, reply: the request, and the receiver of its answer.
         arrival: arrival time of the request, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
         seconds_per_token: expected run time of its sequences, by token.
-        unfinished: number of sequences that are not finished.
         started: whether any sequence has run or runs.
         crashes: number of worker processes that ended while they ran a step with one of its sequences.
     """
@@ -109,7 +107,6 @@ class SequenceState:
         return self.request.request.options
 
     def finish(self) -> None:
-        """Mark it as finished; it is not scheduled again."""
         if self.status != "finished":
             self.status = "finished"
             self.request.unfinished -= 1
@@ -177,12 +174,10 @@ class GeneratedSequence(SequenceState):
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens that are known."""
         return len(self.token_ids) - self.num_tokens
 
     @property
     def may_run_again(self) -> bool:
-        """Whether it is not finished."""
         return self.status != "finished"
 
 

@@ -36,7 +36,6 @@ class DrainWatch:
 
     Args:
         marker: beginning of the files of the server, see `marker_of`.
-        clock: clock in seconds.
     """
 
     def __init__(self, marker: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -74,11 +74,6 @@ def _without_path(function: _Function) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """A request of the server that waits for its tokens.
-
-    The kind of the model has read the form of its answer.
-    """
-
     reply: ServerReply
     form: Any
     kind: ServedKind

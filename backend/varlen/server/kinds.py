@@ -13,8 +13,14 @@ import numpy.typing as npt
 from varlen.request.request import Draft, Output, Request
 from varlen.tasks import TASKS, Task
 from varlen.wire.generate import PROMPTS, GeneratedAnswer, ResponseSpec, read_generate_request
-from varlen.wire.max_sim import ScoreAnswer, ScoredPairs
-from varlen.wire.outputs import AnswerOptions, ArrayAnswer, ModelOutputs, SeveralAnswers
+from varlen.wire.outputs import (
+    AnswerOptions,
+    ArrayAnswer,
+    ModelOutputs,
+    ScoreAnswer,
+    ScoredPairs,
+    SeveralAnswers,
+)
 from varlen.wire.rows import DEFAULT_MAX_ROWS, Tensors, read_request
 from varlen.wire.tokenizer import TokenizerAnswer
 

@@ -333,7 +333,6 @@ class Outbox:
 
     @property
     def open_requests(self) -> int:
-        """Number of accepted requests that are not answered yet."""
         with self._counting:
             return self._open
 
@@ -369,7 +368,6 @@ class Outbox:
             _log.warning("rows of model_warmup that this model refuses are skipped: %s", reason)
 
     def put(self, reply: ServerReply) -> None:
-        """Enqueue a reply that has something to send."""
         self._queue.put(reply)
 
     def close(self) -> None:

@@ -163,7 +163,6 @@ class _Pool:
         return size + 2 * self.step
 
     def fits_always(self, size: int) -> bool:
-        """Return whether a response of `size` bytes fits, however the pool has grown."""
         in_pool = _POOL_SHARE * size
         return in_pool <= self.size or in_pool + self.growth(size) <= _free_bytes() + self.size
 

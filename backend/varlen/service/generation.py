@@ -68,7 +68,8 @@ def submit_with_grammar(
             return
         arrival = request.arrived(time.monotonic())
         admitted = replace(request, arrival=arrival)
-        draft = Draft((_compile_task(hold),), request.options)
+        task = TokenizationTask(hold.num_characters, lambda: (), hold.compile)
+        draft = Draft((task,), request.options)
         queue.submit(draft, holding, lambda _: submit(admitted, holding), arrival=arrival)
     except BaseException:
         hold.release()
@@ -95,15 +96,6 @@ class _HoldingReply:
     def fail(self, error: Exception) -> None:
         self._hold.release()
         self._reply.fail(error)
-
-
-def _compile_task(hold: GrammarHold) -> TokenizationTask:
-    """Return the task that compiles the grammar of a request."""
-
-    def is_compiled(seconds: float) -> bool:
-        return hold.compile(wait_seconds=seconds)
-
-    return TokenizationTask(hold.num_characters, lambda: (), is_compiled)
 
 
 @dataclass(frozen=True, slots=True)

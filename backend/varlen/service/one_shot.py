@@ -123,11 +123,14 @@ class EncoderParts:
         sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
         opened.callback(sandbox.close)
         limits = _input_limits(config, info)
+        filled: int | None = None
+        if info.task == "fill_mask":
+            filled = mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
         intake = Intake(
             tokenizer,
             limits,
             roles=roles_of(checkpoint, info.task, tokenizer, most),
-            mask_token=_filled_token(checkpoint, tokenizer, info.task),
+            mask_token=filled,
             pair_template=_pair_template(checkpoint, tokenizer, info.task, template),
             word_prompts=_word_prompts(checkpoint, tokenizer, limits),
             pair_prefixes=checkpoint.pair_prefixes,
@@ -220,16 +223,9 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
     )
 
 
-def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
-    if task != "fill_mask":
-        return None
-    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
-
-
 def _word_prompts(
     checkpoint: Checkpoint, tokenizer: Tokenizer, limits: InputLimits
 ) -> WordPrompts | None:
-    """Return what makes prompts of a model that extracts spans."""
     config = checkpoint.extraction
     if config is None:
         return None
@@ -253,7 +249,6 @@ def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
 def _long_text_rules(
     checkpoint: Checkpoint, config: EngineConfig, info: ModelInfo
 ) -> LongTextRules:
-    """Return what the model makes of spans and windows."""
     no_spans, behind = "", ""
     if not pools_spans(checkpoint.pooling):
         found = " and ".join(checkpoint.pooling)
@@ -272,7 +267,6 @@ def _long_text_rules(
 def _pair_template(
     checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task, template: ChatTemplate | None
 ) -> PairTemplate | None:
-    """Return what makes prompts of pairs, for a model that answers whether they fit."""
     score = checkpoint.logit_score
     if score is None or task != "rerank":
         return None

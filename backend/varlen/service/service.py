@@ -181,11 +181,31 @@ def log_notes(
 
 
 def template_sandbox(
-    checkpoint: Checkpoint, config: EngineConfig, *, max_characters: int
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    max_characters: int,
+    tokens: Callable[[], Mapping[str, object] | None] = lambda: None,
 ) -> tuple[Sandbox, ChatTemplate | None]:
-    """Return a sandbox that renders the chat template of a checkpoint, if it has one."""
-    sandbox = _sandbox(checkpoint, config, max_characters, lambda: None)
-    return sandbox, _template(checkpoint, sandbox, max_characters)
+    """Return a sandbox that renders the chat template of a checkpoint, if it has one.
+
+    Args:
+        tokens: returns what compiles grammars, if anything does.
+    """
+    templates = checkpoint.chat_templates
+
+    def setup() -> Mapping[str, object]:
+        template = None
+        if templates:
+            template = template_setup(
+                templates, checkpoint.special_tokens, max_characters=max_characters
+            )
+        return {"tokens": tokens(), "template": template}
+
+    sandbox = Sandbox(setup, SandboxLimits(config.sandbox_seconds, config.sandbox_bytes))
+    if not templates:
+        return sandbox, None
+    return sandbox, ChatTemplate(sandbox, [*templates], max_characters=max_characters)
 
 
 def generation_sandbox(
@@ -204,28 +224,4 @@ def generation_sandbox(
         )
 
     most = text_limit(config, generation_limit(checkpoint, config))
-    sandbox = _sandbox(checkpoint, config, most, tokens)
-    return sandbox, _template(checkpoint, sandbox, most)
-
-
-def _sandbox(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    max_characters: int,
-    tokens: Callable[[], Mapping[str, object] | None],
-) -> Sandbox:
-    def setup() -> Mapping[str, object]:
-        template = None
-        if checkpoint.chat_templates:
-            template = template_setup(
-                checkpoint.chat_templates, checkpoint.special_tokens, max_characters=max_characters
-            )
-        return {"tokens": tokens(), "template": template}
-
-    return Sandbox(setup, SandboxLimits(config.sandbox_seconds, config.sandbox_bytes))
-
-
-def _template(checkpoint: Checkpoint, sandbox: Sandbox, max_characters: int) -> ChatTemplate | None:
-    if not checkpoint.chat_templates:
-        return None
-    return ChatTemplate(sandbox, [*checkpoint.chat_templates], max_characters=max_characters)
+    return template_sandbox(checkpoint, config, max_characters=most, tokens=tokens)

@@ -58,7 +58,6 @@ class Metric(str, Enum):
 
     @property
     def buckets(self) -> list[float] | None:
-        """The upper bounds of a histogram's buckets."""
         if self.kind != "HISTOGRAM":
             return None
         return _SECONDS if self.unit == "seconds" else _POWERS_OF_TWO
@@ -205,7 +204,6 @@ class Stats:
         self._observed = defaultdict(lambda: deque(maxlen=_MOST_OBSERVATIONS))
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
-        """Count one answered request and its latency in seconds."""
         with self._lock:
             self._counts[CountedMetric.REQUESTS, outcome] += 1
             self._observed[CountedMetric.REQUEST_LATENCY].append(seconds)
@@ -251,7 +249,6 @@ class Stats:
             self._observed[metric].append(value)
 
     def drain(self) -> Drained:
-        """Return all counts since the last drain."""
         with self._lock:
             drained = Drained(self._counts, self._observed)
             self._clear()
@@ -310,7 +307,6 @@ class Exporter:
         self._thread.join()
 
     def flush(self) -> None:
-        """Export everything since the last flush."""
         drained = self._stats.drain()
         for key, number in drained.counts.items():
             self._series[key].increment(number)

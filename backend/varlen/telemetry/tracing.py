@@ -49,7 +49,6 @@ class RequestTrace:
     finished: float | None = None
 
     def accept(self, *, rows: int, tokens: int) -> None:
-        """Note the size of the request, before it is queued."""
         self.attributes |= {"varlen.rows": rows, "varlen.tokens": tokens}
 
     def start(self, now: float, *, sequences: int, tokens: int) -> None:

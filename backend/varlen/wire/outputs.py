@@ -2,6 +2,9 @@
 
 A response holds the outputs that the request names. All of them are made of the engine's fp32 outputs by sender
 threads. A model may have the outputs of further tasks, each in the form of its own task.
+
+Scores of pairs by late interaction (MaxSim) are computed here. A pair is no sequence of the model: its query and its
+document are two. Equal texts of a request run once. Source: Khattab, Zaharia 2020, arXiv:2004.12832.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +15,15 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from varlen.errors import RequestError
+from varlen.intake.checks import Intake
 from varlen.intake.found import Found
 from varlen.intake.long_texts import LongTexts
+from varlen.intake.tokenization import Text
 from varlen.models.checkpoint.family import Labels
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.request import Float32Array, Output, Request, split_outputs
-from varlen.request.row_parameters import RowParameters
+from varlen.request.request import Float32Array, Output, Request, TokenizationTask, split_outputs
+from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix
 from varlen.request.scores import ScoreFunction, scores_of
 from varlen.request.terms import (
     DEFAULT_TOP_K,
@@ -38,10 +44,9 @@ from varlen.tasks import (
     output_specs,
 )
 from varlen.wire.entities import EntityReader
-from varlen.wire.max_sim import SCORES
 
-# Output that every task has.
-_LENGTHS = "num_tokens"
+# Outputs of pairs; every task has the second.
+SCORES, LENGTHS = "scores", "num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,6 @@ class ModelOutputs:
     def with_texts(
         self, term_text: Callable[[int], str], token_text: Callable[[int], str]
     ) -> "ModelOutputs":
-        """Return the outputs with texts of terms and tokens, see the attributes."""
         further = tuple(each.with_texts(term_text, token_text) for each in self.further)
         return replace(self, term_text=term_text, token_text=token_text, further=further)
 
@@ -104,7 +108,6 @@ class ModelOutputs:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors, in the order in which a response has them."""
         others = chain.from_iterable(further_specs(each.task, each.width) for each in self.further)
         return (*output_specs(self.task, self.width), *others)
 
@@ -166,7 +169,7 @@ class AnswerOptions:
         """Return the tasks whose outputs the request asks for; none is the model's own."""
         if not self.further:
             return ()
-        own = {spec.name for spec in output_specs(outputs.task)} - {_LENGTHS}
+        own = {spec.name for spec in output_specs(outputs.task)} - {LENGTHS}
         has_own = not own.isdisjoint(self.names)
         return (*([outputs.task] if has_own else []), *self.further)
 
@@ -211,7 +214,7 @@ class ArrayAnswer:
         vectors = rows if self.options.long is None else self.options.long.num_vectors
         if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
-            return 4 * rows if "num_tokens" in self._names else 0
+            return 4 * rows if LENGTHS in self._names else 0
         longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
         numbers = 4 * rows * longest * width
         sizes = {
@@ -225,12 +228,10 @@ class ArrayAnswer:
         return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
-        rows = [
-            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
-        ]
+        rows = rows_in_order(outputs)
         names = self._names
         if self.outputs.facts.finds_rows:
-            tensors = self._found_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
+            tensors = self._found_tensors(rows) | {"num_tokens": column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
@@ -252,7 +253,7 @@ class ArrayAnswer:
             case "labels" | "tokens" | "entities":
                 return self._texts(name, main)
             case "num_tokens" | "num_vectors":
-                return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
+                return column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
 
     def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
@@ -273,7 +274,6 @@ class ArrayAnswer:
         )
 
     def _entities(self, logits: Float32Array) -> npt.NDArray[np.object_]:
-        """Return the entities of each row as JSON, `[rows, 1]`."""
         found = np.full((len(logits), 1), b"", dtype=np.object_)
         reader = self.options.entities
         if reader is not None:
@@ -343,14 +343,14 @@ class SeveralAnswers:
         answers: list[tuple[ArrayAnswer, Mapping[str, str]]] = []
         for task in request.options.outputs:
             if task == outputs.task:
-                own = replace(options, names=options.names - {_LENGTHS})
+                own = replace(options, names=options.names - {LENGTHS})
                 answers.append((ArrayAnswer.to(request, outputs, own), {}))
                 continue
             of_task = next(each for each in outputs.further if each.task == task)
             answer = ArrayAnswer.to(request, of_task, options.further[task])
             renamed = {tensor.name: name for name, tensor in further_names(task).items()}
             answers.append((answer, renamed))
-        has_lengths = _LENGTHS in options.names
+        has_lengths = LENGTHS in options.names
         lengths = [prompt.num_tokens for prompt in request.prompts] if has_lengths else None
         return cls(answers, lengths)
 
@@ -367,7 +367,7 @@ class SeveralAnswers:
             for name, tensor in answer.tensors(of_task).items():
                 found[names.get(name, name)] = tensor
         if self.lengths is not None:
-            found[_LENGTHS] = _column(self.lengths)
+            found[LENGTHS] = column(self.lengths)
         return found
 
 
@@ -381,6 +381,115 @@ def own_names(task: Task, requested: Collection[str]) -> frozenset[str]:
     )
 
 
-def _column(counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the count of each row, `[rows, 1]`."""
-    return np.array(counts, dtype=np.int32)[:, None]
+@dataclass(frozen=True, slots=True)
+class ScoredPairs:
+    """Pairs of a request, as the texts that pass the model.
+
+    Attributes:
+        rows: numbers of query and document of each row.
+    """
+
+    queries: Sequence[str]
+    documents: Sequence[str]
+    rows: Sequence[tuple[int, int]]
+    names: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, pairs: Sequence[Text], requested: Collection[str], given: RowParameters
+    ) -> "ScoredPairs":
+        """Return the texts of pairs.
+
+        Raises:
+            RequestError: the request names no scores, or a prompt: each side has its own.
+        """
+        if SCORES not in requested:
+            raise RequestError(
+                f"the request has text_pair, whose answer is {SCORES}; name that output, or send text alone"
+            )
+        if given.prefix.given:
+            raise RequestError(
+                f"the request has {given.prefix.given[0]} and text_pair; text is a query and text_pair a document:"
+                " leave it out"
+            )
+        sides = [
+            dict.fromkeys(cast("tuple[str, str]", pair)[at] for pair in pairs) for at in (0, 1)
+        ]
+        queries, documents = ({text: at for at, text in enumerate(side)} for side in sides)
+        rows = [
+            (queries[query], documents[document])
+            for query, document in cast("Sequence[tuple[str, str]]", pairs)
+        ]
+        return cls(tuple(queries), tuple(documents), rows, frozenset(requested))
+
+    def steps(self, given: RowParameters, intake: Intake) -> tuple[TokenizationTask, ...]:
+        steps: list[TokenizationTask] = []
+        for name, texts in (("query", self.queries), ("document", self.documents)):
+            # a model without roles reads both sides alike
+            prefix = TextPrefix(name) if name in intake.roles.named else NO_PREFIX
+            steps += intake.text_steps(
+                texts,
+                truncate=given.is_cut,
+                side=given.truncation_side,
+                max_tokens=given.truncate_prompt_tokens,
+                prefix=prefix,
+            )
+        return tuple(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreAnswer:
+    """Makes the response to a request for scores of pairs."""
+
+    pairs: ScoredPairs
+    num_tokens: Sequence[int]
+    streams: bool = field(default=False, init=False)
+
+    @classmethod
+    def to(cls, request: Request, pairs: ScoredPairs) -> "ScoreAnswer":
+        return cls(pairs, [prompt.num_tokens for prompt in request.prompts])
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * len(self.pairs.rows) * len(self.pairs.names & {SCORES, LENGTHS})
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
+        vectors = rows_in_order(outputs)
+        first = len(self.pairs.queries)
+        found: dict[str, npt.NDArray[Any]] = {
+            SCORES: column(
+                [
+                    max_sim(vectors[query], vectors[first + document])
+                    for query, document in self.pairs.rows
+                ],
+                np.float32,
+            )
+        }
+        if LENGTHS in self.pairs.names:
+            lengths = [
+                self.num_tokens[query] + self.num_tokens[first + document]
+                for query, document in self.pairs.rows
+            ]
+            found[LENGTHS] = column(lengths)
+        return found
+
+
+def rows_in_order(outputs: Sequence[tuple[int, Output]]) -> list[Float32Array]:
+    """Return the outputs of rows of any order, in the order of the rows."""
+    return [cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])]
+
+
+def column(numbers: Sequence[float], dtype: npt.DTypeLike = np.int32) -> npt.NDArray[Any]:
+    """Return the number of each row, `[rows, 1]`."""
+    return np.array(numbers, dtype)[:, None]
+
+
+def max_sim(query: Float32Array, document: Float32Array) -> float:
+    """Return MaxSim: the sum of the largest product of each vector of the query.
+
+    Args:
+        query, document: `[vectors, features]`; 0 if one has no vector.
+    """
+    if not len(query) or not len(document):
+        return 0.0
+    return float((query @ document.T).max(axis=1).sum(dtype=np.float64))

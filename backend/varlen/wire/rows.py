@@ -24,8 +24,7 @@ from varlen.request.request import Draft, Prompt
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters, TruncationSide, reads
 from varlen.tasks import TASKS, Task
 from varlen.wire.entities import EntityReader
-from varlen.wire.max_sim import SCORES, ScoredPairs
-from varlen.wire.outputs import AnswerOptions, ModelOutputs
+from varlen.wire.outputs import SCORES, AnswerOptions, ModelOutputs, ScoredPairs
 from varlen.wire.tokenizer import TokenizerAnswer, check_operation, tokenizer_draft
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -78,9 +77,12 @@ def read_request(
         texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
     answer = AnswerOptions.of(given, outputs, requested)
-    kind = FOUND.get(outputs.task)
+    kind = FOUND.get(task)
     if kind is not None:
-        _check_inputs(tensors, outputs.task, kind.needs)
+        if tensors.keys() != {tensor.name for tensor in TASKS[task].inputs}:
+            raise RequestError(
+                f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send {kind.needs}"
+            )
         given = kind.check(given)
         found = kind.of(_texts(tensors, intake, _cut_side(given, intake)), given, intake)
         return Draft(found.steps, given.options(deadline)), replace(answer, found=found)
@@ -162,7 +164,6 @@ def deadline_seconds(deadline_ms: float | None, timeout_microseconds: int) -> fl
 
 
 def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> EntityReader:
-    """Return what makes the entities of the texts of a request."""
     strategy = given.aggregation_strategy
     assert strategy is not None
     if tensors.keys() != {"text"}:
@@ -190,7 +191,6 @@ def _entity_reader(tensors: Tensors, given: RowParameters, intake: Intake) -> En
 def _long_texts(
     tensors: Tensors, given: RowParameters, intake: Intake, answer: AnswerOptions
 ) -> LongTexts:
-    """Return the texts of a request that are embedded in parts."""
     asked = "spans" if given.spans is not None else "windows"
     if tensors.keys() != {"text"}:
         raise RequestError(
@@ -241,13 +241,6 @@ def _only_texts(tensors: Tensors, given: RowParameters, intake: Intake) -> list[
                     f"row {row}: text_pair is not empty; the operation {operation} reads only text"
                 )
     return texts
-
-
-def _check_inputs(tensors: Tensors, task: Task, needs: str) -> None:
-    if tensors.keys() != {tensor.name for tensor in TASKS[task].inputs}:
-        raise RequestError(
-            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send {needs}"
-        )
 
 
 def _texts_from_start(tensors: Tensors, given: RowParameters, intake: Intake) -> list[str]:

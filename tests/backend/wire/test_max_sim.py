@@ -14,8 +14,7 @@ from varlen.in_process.encoder import _FutureReply
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
-from varlen.wire.max_sim import ScoreAnswer, max_sim
-from varlen.wire.outputs import AnswerOptions, ModelOutputs
+from varlen.wire.outputs import AnswerOptions, ModelOutputs, ScoreAnswer, max_sim
 from varlen.wire.rows import read_request
 
 from ..refusals import refused_request

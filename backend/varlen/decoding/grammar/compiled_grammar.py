@@ -105,7 +105,6 @@ class CompiledGrammar:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether it is neither compiled nor refused yet."""
         return not self.is_compiled and self.error is None
 
     def start(self, process: SandboxProcess) -> None:
@@ -128,7 +127,6 @@ class CompiledGrammar:
         return -1 if self._process is None or self.has_ended else self._process.fileno()
 
     def hold(self) -> None:
-        """Count one more request that needs the grammar."""
         with self._lock:
             self._holders += 1
 
@@ -153,7 +151,6 @@ class CompiledGrammar:
         self._forgotten.append(number)
 
     def users(self) -> int:
-        """Return the number of requests and answers that need the grammar."""
         with self._lock:
             self._release_forgotten()
             return self._holders + len(self._answers)
@@ -171,7 +168,6 @@ class CompiledGrammar:
             return self._masks.pop(number, None)
 
     def receive(self) -> None:
-        """Read what the process has answered."""
         if self.read():
             self._changed()
 
@@ -189,7 +185,6 @@ class CompiledGrammar:
             return sum(self._read(message) for message in messages) > 0
 
     def end(self, error: VarlenError) -> None:
-        """End the process; its answers get an error."""
         with self._lock:
             self._end(error)
 
@@ -202,8 +197,7 @@ class CompiledGrammar:
         self.has_ended = True
 
     def _explain(self, process: SandboxProcess) -> None:
-        error = process.failure(_TOO_MUCH)
-        self.end(error)
+        self.end(process.failure(_TOO_MUCH))
         self._changed()
 
     def _send(self, order: bytes) -> None:
@@ -345,8 +339,3 @@ class Matcher:
             self._grammar.forget(self._number)
         self._grammar = None
         self._num_sent = 0
-
-
-def wait_for_masks(matchers: Sequence[Matcher], seconds: float) -> None:
-    """Wait until the process of any answer says something, or the time is over."""
-    await_processes(matchers, seconds)

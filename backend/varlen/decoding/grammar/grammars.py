@@ -43,7 +43,7 @@ class GrammarHold:
             self._grammar = self._grammars.held_if_compiled(self._content)
         return self._grammar is not None and self._grammar.is_compiled
 
-    def compile(self, *, wait_seconds: float) -> bool:
+    def compile(self, wait_seconds: float) -> bool:
         """Hold the grammar, and compile it; return whether it is compiled."""
         if self._grammar is None:
             self._grammar = self._grammars.held(self._content)
@@ -133,17 +133,15 @@ class Grammars:
         """
         hold = self.hold(grammar)
         try:
-            while not hold.compile(wait_seconds=_POLL_SECONDS):
+            while not hold.compile(_POLL_SECONDS):
                 pass
         finally:
             hold.release()
 
     def hold(self, grammar: str) -> GrammarHold:
-        """Return what compiles a grammar for a request, and keeps it."""
         return GrammarHold(self, grammar)
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return the start of an answer to a grammar that was checked."""
         return Matcher(partial(self.open, grammar), self._vocab_size)
 
     def open(self, grammar: str) -> tuple[CompiledGrammar, int]:
@@ -188,7 +186,6 @@ class Grammars:
         return GrammarUse(sum(each.num_bytes for each in held), len(held), *counts)
 
     def _receive(self, grammar: str) -> None:
-        """Read whether the process of a grammar has ended."""
         with self._lock:
             found = self._grammars.get(_key(grammar))
         if found is not None:
@@ -267,7 +264,6 @@ class Grammars:
             self._background.run(partial(self._start, found))
 
     def _start(self, found: CompiledGrammar) -> None:
-        """Start the process of a grammar, unless all its requests have gone."""
         if not found.is_compiling:
             return
         try:

@@ -70,7 +70,6 @@ class EditList:
         return self._tokens[:size], self._counts[:size], self._biases[:size]
 
     def add(self, token_id: int) -> None:
-        """Count a token of the answer."""
         if self._index is None:
             tokens = self._tokens[: self._size].tolist()
             self._index = {token: index for index, token in enumerate(tokens)}
@@ -236,15 +235,12 @@ class SamplerState:
 
     @property
     def _needs_tokens(self) -> bool:
-        """Whether its choices depend on the tokens of the answer."""
         return self.has_penalties or bool(self.forbidden.after) or self.matcher is not None
 
     def num_early_ends(self, length: int) -> int:
-        """Return the number of end tokens that are banned at this length."""
         return len(self.end_ids) if length < self.min_tokens else 0
 
     def banned(self, length: int) -> list[int]:
-        """Return last tokens of words that may not come now."""
         size = min(length, self.forbidden.longest)
         return self.forbidden.next(self.token_ids[len(self.token_ids) - size :])
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.grammar.compiled_grammar import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import await_processes
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampler_state import (
     EditedRow,
@@ -120,7 +120,6 @@ class EditSlots:
         return edits_of(rows)
 
     def _claim(self, states: Sequence[SamplerState]) -> bool:
-        """Return whether each sequence has a slot now."""
         new = [state for state in states if state not in self._slots]
         most = (min(state.most_edits, self._vocab_size) for state in new)
         if any(count > self._limits.entries for count in most):
@@ -137,7 +136,6 @@ class EditSlots:
         return True
 
     def _free(self) -> list[int]:
-        """Return the numbers of slots that no sequence has."""
         taken = {slot.number for slot in self._slots.values()}
         return [number for number in range(self._limits.slots) if number not in taken]
 
@@ -323,7 +321,6 @@ class Sampler:
     def _choose(
         self, logits: Tensor, states: Sequence[SamplerState], lengths: Sequence[int]
     ) -> list[int]:
-        """Return a token for each row of the final logits."""
         draws = _draws_of(states, lengths)
         if draws.uniform is None:
             return _first_of_largest(logits)
@@ -333,7 +330,6 @@ class Sampler:
 
 
 def _draws_of(states: Sequence[SamplerState], lengths: Sequence[int]) -> Draws:
-    """Return the numbers that the next tokens are drawn with."""
     limits = [state.limits for state in states]
     if not max([state.temperature for state in states], default=0):
         return Draws(limits, None)
@@ -362,7 +358,6 @@ def _on_device(
 
 
 def _first_of_largest(logits: Tensor) -> list[int]:
-    """Return the first token with the largest logit, for each row."""
     best = logits.argmax(1) if logits.device.type == "cuda" else best_tokens(logits)
     return list(best.tolist())
 
@@ -384,7 +379,7 @@ def _await_masks(states: Sequence[SamplerState]) -> None:
         left = began + seconds - time.monotonic()
         if not awaited or left <= 0:
             break
-        wait_for_masks([state.matcher for state in awaited if state.matcher is not None], left)
+        await_processes([state.matcher for state in awaited if state.matcher is not None], left)
     for state in waiting:
         state.has_waited = True
 

@@ -127,7 +127,6 @@ class BadWords:
         return forbidden
 
     def _forms(self, word: str) -> list[list[int]]:
-        """Return the tokens of a word, without and with a space before it."""
         bare, spaced = (
             self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids
             for space in ("", " ")

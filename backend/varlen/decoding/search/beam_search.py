@@ -292,7 +292,6 @@ class BeamSearch:
         return self._finish_step()
 
     def _advance_groups(self, candidates: Sequence[Candidate]) -> None:
-        """Advance one group after another; each is kept apart from those before it."""
         num_beams = self._options.num_beams // len(self._groups)
         penalty = self._options.diversity_penalty if self.forced is None else 0.0
         taken: Counter[int] = Counter()
@@ -322,7 +321,6 @@ class BeamSearch:
         return [candidate for _, candidate in keyed]
 
     def _finish_step(self) -> BeamStep:
-        """Return the new rows of all groups, or the answers."""
         self._num_generated += 1
         parents: list[int] = []
         self._beams, self._histories = [], []
@@ -337,7 +335,6 @@ class BeamSearch:
         return self.step
 
     def _answers(self) -> tuple[BeamAnswer, ...]:
-        """Return the best answers of all groups."""
         found = [answer for group in self._groups for answer in group.answers]
         found.sort(key=attrgetter("score"), reverse=True)
         return tuple(
@@ -518,7 +515,6 @@ class DeviceSearch:
         return [self._divisors(length) for length in range(num_generated + 2, last + 2)]
 
     def _divisors(self, length: int) -> tuple[float, float]:
-        """Return both divisors of a step that chooses the last of these tokens."""
         options = self._options
         is_never = options.early_stopping == "never" and options.length_penalty > 0
         divisor = length_penalty(options, length)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -41,10 +40,6 @@ _LEAST_REST = 1e-3
 # A search that has ended may have a step that started before its end was known.
 _Kind: TypeAlias = Literal["forced", "sampled", "best", "ended"]
 _SEARCH_FAILED = "the search for an answer failed; the server's log says why"
-
-
-class _CannotBeginError(Exception):
-    """A search could not begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +85,7 @@ class Searcher:
         Args:
             length: number of tokens of its beams.
         """
-        if sequence.sampler_state is None:
-            with suppress(_CannotBeginError):
-                self._begin(sequence)
-        search = sequence.sampler_state
+        search = self._search_of(sequence)
         return search.rules(length) if isinstance(search, DeviceSearch) else None
 
     def advance(
@@ -134,25 +126,20 @@ class Searcher:
         return steps
 
     def _parts(self, sequences: Sequence[GeneratedSequence], rows: Sequence[int]) -> list[_Part]:
-        """Return the searches of a step, without those that cannot begin."""
         parts: list[_Part] = []
         begin = 0
         for index, (sequence, count) in enumerate(zip(sequences, rows, strict=True)):
-            with suppress(_CannotBeginError):
-                if sequence.sampler_state is None:
-                    self._begin(sequence)
-                search = sequence.sampler_state
+            search = self._search_of(sequence)
+            if search is not None:
                 assert isinstance(search, BeamSearch)
                 parts.append(_Part(search, index, begin, begin + search.num_rows, _kind(search)))
             begin += count
         return parts
 
-    def _begin(self, sequence: GeneratedSequence) -> None:
-        """Give a sequence its search.
-
-        Raises:
-            _CannotBeginError: it cannot begin; the log says why.
-        """
+    def _search_of(self, sequence: GeneratedSequence) -> object:
+        """Return the search of a sequence, which may begin now; None if it cannot."""
+        if sequence.sampler_state is not None:
+            return sequence.sampler_state
         options = sequence.generation
         try:
             forbidden = self._bad_words.forbidden(options.bad_words)
@@ -166,7 +153,7 @@ class Searcher:
             )
         except Exception:
             _log.exception("a beam search could not begin; its request fails")
-            raise _CannotBeginError from None
+        return sequence.sampler_state
 
     def _best_of_rows(
         self, logits: Tensor, parts: Sequence[_Part]
@@ -212,7 +199,6 @@ class Searcher:
 
 
 def _kind(search: BeamSearch) -> _Kind:
-    """Return how the next step of a search is taken."""
     if not search.num_rows:
         return "ended"
     if search.forced is not None:

@@ -44,7 +44,6 @@ class TokenRules:
     banned_ids: tuple[int, ...] = ()
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
-        """Return these rules with the ones of a request instead."""
         requested: dict[str, Any] = {
             "end_ids": () if options.ignore_eos else None,
             "forced_first_id": options.forced_bos_token_id,
@@ -156,14 +155,9 @@ class TokenEditor:
             key = tuple(prefix)
             self._prompt_followers[key] = (*self._prompt_followers.get(key, ()), last)
         suffix = tuple(prompt_ids[max(len(prompt_ids) - size + 1, 0) :]) if size else ()
-        self._start = TokenHistory(suffix=suffix)
-
-    @property
-    def start(self) -> TokenHistory:
-        return self._start
+        self.start = TokenHistory(suffix=suffix)
 
     def extend(self, history: TokenHistory, token: int) -> TokenHistory:
-        """Return the history of a beam that goes on with a token."""
         size, longest = self._ngram_size, self._forbidden.longest
         if self._penalty == 1 and not size and not longest:
             return history
@@ -189,7 +183,7 @@ class TokenEditor:
 
     def banned(self, num_generated: int) -> Int32Array:
         """Return the tokens that may not come next, where no edit depends on a beam."""
-        edits = self.edits([self._start], num_generated)
+        edits = self.edits([self.start], num_generated)
         return _NO_TOKENS if edits is None else edits.tokens
 
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
@@ -238,13 +232,11 @@ class TokenEditor:
         return self._fixed_edits_of[rows]
 
     def _early_bans(self, num_generated: int) -> tuple[int, ...]:
-        """Return tokens that may not come after this number of tokens."""
         ends = self.end_ids if num_generated < self._min_tokens else ()
         is_first = num_generated == (1 if self._has_forced_first else 0)
         return (*ends, *self._first_suppressed) if is_first else ends
 
     def _repeated(self, history: TokenHistory) -> list[int]:
-        """Return tokens that would repeat an n-gram."""
         if not self._ngram_size:
             return []
         key = history.suffix

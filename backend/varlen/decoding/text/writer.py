@@ -139,7 +139,6 @@ class Detokenizer:
         """Start behind a prompt, whose text does not come out.
 
         Args:
-            tokenizer: tokenizer of the checkpoint; not changed.
             prompt_ids: tokens before the first one; its last ones decide whether a space starts the text.
             texts: `TokenBytes.texts`; added to.
         """
@@ -249,7 +248,6 @@ class StopStrings:
         return text[:certain], False
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         return self._pending
 
     def _read(self, character: str) -> int:

@@ -36,7 +36,6 @@ class BlockCopies:
         self.kept: list[int] = []
 
     def add(self, source: int, destination: int) -> None:
-        """Let the next step that writes to the copy of a block make it."""
         self.next[destination] = source
 
     def assign(self, chunks: Iterable[Chunk]) -> dict[int, int]:
@@ -185,7 +184,7 @@ class GroupMemory:
         lengths = divide_step(parts, step_tokens)
         runs = list(zip(parts, lengths, strict=True))
         if max(lengths) > 1:
-            runs.sort(key=_is_long)
+            runs.sort(key=lambda run: run[1] > 1)
         return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
 
     def draft_rows(
@@ -261,7 +260,6 @@ class GroupMemory:
         return True
 
     def _extend_beams(self, group: Group, beams: BeamBlocks) -> bool:
-        """Allocate the block of each beam's next token, as `extend` does."""
         position = group.first.num_computed
         while len(beams.blocks) < beams.column(position).stop:
             if not group.reserved and not self.blocks.available:
@@ -346,7 +344,6 @@ class GroupMemory:
         return alone
 
     def release(self, group: Group) -> None:
-        """Release all that a group holds."""
         for table in _tables(group):
             self.copies.release(table)
         group.first.block_ids = array("i")
@@ -453,7 +450,6 @@ def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
     Each has one, and prompts have the rest in order.
 
     Args:
-        parts: groups of the step, in order.
         step_tokens: number of tokens of the step, unless the groups run more in any case.
     """
     lengths = [1] * len(parts)
@@ -466,7 +462,3 @@ def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
         lengths[place] += more
         spare -= more
     return lengths
-
-
-def _is_long(run: tuple[Part, int]) -> bool:
-    return run[1] > 1

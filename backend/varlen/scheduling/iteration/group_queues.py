@@ -53,7 +53,6 @@ class RunningSlots:
         return self.others + self.short
 
     def is_short(self, group: Group) -> bool:
-        """Return whether a group may take a slot for short ones."""
         first, options = group.first, group.first.generation
         # one of many samples is a part of a large request
         if max(options.n, options.num_beams) > 1:
@@ -61,7 +60,6 @@ class RunningSlots:
         return first.num_tokens + group.source_tokens + options.max_tokens <= self.short_tokens
 
     def have(self, group: Group) -> bool:
-        """Return whether there is a slot for each branch of a group."""
         others, short = self.others, self.short
         if self.is_short(group):
             short += group.max_branches
@@ -71,7 +69,6 @@ class RunningSlots:
 
     @property
     def have_short(self) -> bool:
-        """Whether one of the slots for short ones is free."""
         return self.short < self.short_count
 
     def take(self, group: Group) -> None:
@@ -113,7 +110,6 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
     """Return the first parts that fit into a step; the first one always fits.
 
     Args:
-        parts: groups that may run, in order.
         share: number of tokens; the last group may exceed it.
     """
     if share == math.inf and sum([part.least_tokens for part in parts]) <= step_tokens:
@@ -131,11 +127,7 @@ def first_parts(parts: list[Part], step_tokens: int, *, share: float = math.inf)
 def take_share(
     parts: list[Part], running: Iterable[Group], step_tokens: int, stages: int
 ) -> list[Part]:
-    """Return the parts of a pipeline's next step, and count it for the others.
-
-    Args:
-        parts: groups that may run, in order.
-    """
+    """Return the parts of a pipeline's next step, and count it for the others."""
     # groups that end with steps in flight count too; otherwise steps of many short answers would get ever smaller
     share = math.ceil(sum(group.least_tokens for group in running) / stages)
     taken = first_parts(parts, step_tokens, share=share)
@@ -268,7 +260,6 @@ class GroupQueues:
         return groups
 
     def preempt_all(self) -> None:
-        """Let all running groups wait and start again."""
         for group in [*self.running]:
             self._preempt(group)
 
@@ -278,7 +269,6 @@ class GroupQueues:
         self.num_waiting -= group.max_branches
 
     def remove_running(self, group: Group) -> None:
-        """Remove a group that runs, and release its blocks."""
         self._stop(group)
         self._memory.release(group)
 
@@ -319,7 +309,6 @@ class GroupQueues:
         return bool(behind)
 
     def _start_short(self, step: StepSize) -> None:
-        """Start short groups in the slots for them."""
         while self._short and self._slots.have_short:
             group = self._short[0]
             if group.least_tokens > self._free_tokens(step) or not self._start(group):
@@ -345,7 +334,6 @@ class GroupQueues:
         return step.tokens - used
 
     def _preempt(self, group: Group) -> None:
-        """Release the blocks of a group, and let it wait in its old order."""
         self.remove_running(group)
         group.restart()
         for sequence in group.sequences:

@@ -42,7 +42,6 @@ class BeamBlocks:
         return len(self.slots)
 
     def column(self, position: int) -> slice:
-        """Return the indices of the blocks that hold a position of the answer."""
         full, rest = divmod(self.num_tokens, self.block_size)
         begin = self.num_beams * (position // self.block_size - full) - (rest > 0)
         return slice(max(0, begin), begin + self.num_beams)
@@ -209,7 +208,6 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was removed, or has generated its last token."""
         if self.first.status != "finished":
             return False
         return all(sequence.status == "finished" for sequence in self.sequences)

@@ -38,6 +38,7 @@ from varlen.request.request import Prompt, Request
 from varlen.scheduling.admission import Admission, Work
 from varlen.scheduling.batch import (
     MAX_STEPS,
+    OUT_OF_MEMORY,
     Batch,
     BatchResult,
     Chunk,
@@ -154,7 +155,6 @@ def _shape_of(*lengths: int) -> BatchShape:
 _LEAST_PROBABILITY, _LEAST_GAIN, _MARGIN = 0.1, 1 / 8, 1.5
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
-_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 # Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
@@ -488,7 +488,6 @@ class IterationScheduler:
         return {group: each for group, each in found.items() if each}
 
     def _learn(self, batch: Batch, drafted: int, result: BatchResult, steps: int) -> None:
-        """Learn from a step that has run, with the number of its drafted rows."""
         tokens, seconds = batch.shape.tokens, result.seconds / steps
         self._cost.learn(tokens, seconds)
         self._step_size.grow()
@@ -502,7 +501,6 @@ class IterationScheduler:
         self._last_rows = (tokens - drafted, drafted, seconds) if is_of_rows else None
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
-        """Return a step as a batch, and count it as running."""
         chunks = tuple(step.chunks.values())
         if step.drafts:
             chunks = (*chain.from_iterable(step.drafts.values()), *chunks)
@@ -526,11 +524,7 @@ class IterationScheduler:
         return batch
 
     def _fail_step(self, step: StepInFlight, tokens: int, result: BatchResult) -> list[Event]:
-        """Return the failures of a step that has failed; groups without one run again.
-
-        Args:
-            step: the step, which was the first one in flight.
-        """
+        """Return the failures of a step that has failed; groups without one run again."""
         failure, self._last_rows = result.failure, None
         if step.is_void or failure is None:
             return []
@@ -550,11 +544,10 @@ class IterationScheduler:
             return self._restart_all(present)
         if named := result.named([group.first for group in present]):
             return [SequenceFailure(each, EngineError(result.reason)) for each in named]
-        error = EngineError(_OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
+        error = EngineError(OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]
 
     def _undo(self, step: StepInFlight, failure: Failure) -> None:
-        """Let a failed step run again, and the steps that are lost with it."""
         # the last one first: it was scheduled last
         lost = [each for each in self._in_flight if failure == "worker" or each.after is not None]
         for each in (*reversed(lost), step):
@@ -564,11 +557,7 @@ class IterationScheduler:
             self._memory.copies.take_back(each.copies)
 
     def _restart_all(self, present: list[Group]) -> list[Event]:
-        """Let all running groups start again, after their worker ended; return the failures.
-
-        Args:
-            present: groups of the steps that ran then.
-        """
+        """Let all running groups start again, after their worker ended; return the failures."""
         requests = {group.first.request: group.first for group in present}
         self._queues.preempt_all()
         self._memory.forget_contents()
@@ -581,7 +570,6 @@ class IterationScheduler:
         ]
 
     def _update_plain(self, group: Group, chunk: Chunk, token: SampledToken) -> tuple[Event, ...]:
-        """Return the event of a plain group's token; release it at its end."""
         if token.is_pending:
             self._run_again(group, chunk)
             return ()
@@ -675,7 +663,6 @@ class IterationScheduler:
         self._claims.serve(served)
 
     def _answers(self, group: Group, step: BeamStep) -> list[Event]:
-        """Return the answers of a search, if it has ended."""
         if step.error is not None:
             return [SequenceFailure(group.first, step.error)]
         if step.answers is None:
@@ -684,7 +671,6 @@ class IterationScheduler:
         return write_answers(group.sequences, step.answers)
 
     def _split(self, group: Group) -> None:
-        """Replace a group by one for each unfinished sample."""
         groups = self._queues.split(group)
         group.claim.groups += len(groups)
         self._forget(group)

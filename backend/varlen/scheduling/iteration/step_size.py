@@ -25,7 +25,6 @@ class StepLimits:
     """Limits of a step and of a sequence.
 
     Attributes:
-        max_step_tokens: largest step, in tokens.
         inter_token_latency_seconds: target of the seconds of a step while sequences are streamed; 0 is no target.
         max_running_sequences: largest number of sequences that run at the same time, without `short_slots`.
         max_sequence_tokens: longest sequence, prompt and generated tokens together.
@@ -59,11 +58,7 @@ _GROWTH = 32
 
 
 class StepSize:
-    """Size of the largest step now.
-
-    Attributes:
-        tokens: tokens of the largest step, at least 1.
-    """
+    """Size of the largest step now."""
 
     def __init__(self, max_tokens: int) -> None:
         """Start with the limit.
@@ -127,7 +122,6 @@ class StepCost:
         all steps had one size, each token is expected to take its part of their seconds.
 
         Args:
-            seconds: limit of the step.
             least_tokens: number of tokens that run in any case.
             factor: the limit is at least this many times the seconds of the least tokens.
         """
@@ -186,7 +180,6 @@ class StepCost:
         self.base = self._seconds - self.per_token * self._tokens
 
     def _learn_slope(self, rate: float, off_tokens: float, off_seconds: float) -> None:
-        """Learn from the distances of a step from the mean step, in tokens and seconds."""
         if not off_tokens:
             return
         rate *= off_tokens**2 / (off_tokens**2 + self._variance)
@@ -261,7 +254,6 @@ def tokens_of_step(
     """Return the number of tokens of the next step, unless its groups need more.
 
     Args:
-        max_tokens: largest step.
         latency_seconds: target of the seconds of a step; 0 is no target.
         beside: groups of other steps of a pipeline, whose next tokens wait for this step too.
     """

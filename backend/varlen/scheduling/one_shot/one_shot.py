@@ -20,7 +20,14 @@ from varlen.costs.model import CostModel
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work
-from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceFailure, SequenceOutput
+from varlen.scheduling.batch import (
+    OUT_OF_MEMORY,
+    Batch,
+    BatchResult,
+    Event,
+    SequenceFailure,
+    SequenceOutput,
+)
 from varlen.scheduling.one_shot.partition import DpPartition, FullBatches, Policy
 from varlen.scheduling.one_shot.queue import RequestQueue
 from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
@@ -34,7 +41,6 @@ _RECENT = 15
 _RECENT_ALONE = 7
 _MILLISECOND = 1e-3
 _BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
-_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 
 
 class OneShotScheduler:
@@ -123,7 +129,7 @@ class OneShotScheduler:
             return self._fail_named(batch, named, EngineError(result.reason))
         running = [sequence.status == "running" for sequence in batch.sequences]
         if result.failure is not None:
-            error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
+            error = EngineError(OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
         if result.cores == "one":
             self._forecaster.learn(batch.shape, result.seconds)
@@ -191,7 +197,6 @@ def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
 
 
 def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
-    """Return the work of sequences and requests that wait no longer."""
     tokens = sum(sequence.num_tokens for sequence in sequences)
     return Work(
         requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
@@ -238,7 +243,6 @@ class Forecaster:
         ratios.append(seconds / (self.slowdown * self._costs.seconds(shape)))
 
     def learn(self, shape: BatchShape, seconds: float) -> None:
-        """Learn from the seconds that a batch took."""
         # not from what was predicted when it started: other batches have changed the slowdown meanwhile
         self._ratios.append(seconds / self._costs.seconds(shape))
         self.slowdown = statistics.median(self._ratios)

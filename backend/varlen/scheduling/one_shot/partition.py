@@ -41,7 +41,6 @@ class FullBatches:
         self._costs = costs
 
     def choose(self, queue: RequestQueue, slowdown: float) -> Batch:
-        """Return the longest prefix of the queue within the limits, at least one sequence."""
         sequences = longest_prefix(queue, self._limits)
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
         seconds = slowdown * self._costs.seconds(shape)

@@ -50,7 +50,6 @@ class _Entry:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Sort key: urgent requests by deadline, then the others by rank."""
         key = self.request.deadline if self.is_urgent else self.rank
         return not self.is_urgent, key, self.number
 
@@ -86,7 +85,6 @@ class RequestQueue:
 
     @property
     def requests(self) -> Iterable[RequestState]:
-        """The requests, in no order."""
         return self._entry_of.keys()
 
     def add(self, request: RequestState, latest_start: float = math.inf) -> None:
@@ -130,7 +128,6 @@ class RequestQueue:
         return len(self._arrivals) - bisect_left(self._arrivals, time)
 
     def waiting_rows(self, request: RequestState) -> int:
-        """Return how many sequences of a request in the queue wait."""
         return len(self._entry_of[request].waiting)
 
     @property

@@ -17,7 +17,7 @@ from tests.backend.decoding.text.small_tokenizers import (
     metaspace,
 )
 from tests.backend.refusals import refused_request as refused
-from varlen.decoding.grammar.compiled_grammar import wait_for_masks
+from varlen.decoding.grammar.compiled_grammar import await_processes
 from varlen.decoding.sampling import sampling
 from varlen.errors import RequestError
 from varlen.request.generation import GenerationOptions
@@ -231,7 +231,7 @@ def test_a_model_may_have_several_end_tokens_and_fewer_tokens_than_its_tokenizer
     matcher.advance([7, 7], begin=2)
 
     while (allowed := matcher.allowed_tokens()) is None:
-        wait_for_masks([matcher], 1.0)
+        await_processes([matcher], 1.0)
 
     assert allowed.shape == (300,)
     assert set(allowed.nonzero()[0]) == {*ends[:2], tokenizer.token_to_id("a")}
