@@ -19,7 +19,7 @@ from pathlib import Path
 
 from varlen.models.checkpoint.config_fields import FIELDS_FILE
 from varlen.models.registry import FAMILIES
-from varlen_tools.pip_download import download_wheel
+from varlen_tools.setup_server import download_wheel
 
 COMMAND = "python .ci/write_config_fields.py"
 # The last release of each minor version, from the first one that the tests support to the one of constraints.txt.

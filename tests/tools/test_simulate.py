@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.config import EngineConfig, PolicyName
-from varlen.costs.batch_shape import BatchShape
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchShape, CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen_bench.simulate.__main__ import app
 from varlen_bench.simulate.batches import BatchStudy, full_load, simulate

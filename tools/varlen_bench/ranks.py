@@ -41,7 +41,7 @@ from varlen_tools.tables import Table
 
 if TYPE_CHECKING:
     from varlen.config import DType
-    from varlen.execution.workers.workers import Workers
+    from varlen.execution.workers.worker import Workers
     from varlen.in_process.generator import Generator
 
 Row: TypeAlias = dict[str, Cell]
@@ -372,7 +372,7 @@ def _processes_of(generator: Generator) -> list[int]:
 def encoders(scratch: Path, ranks: int) -> Iterator[Mapping[str, Workers]]:
     """Yield a BERT-base in one worker per core, and the same in ranks."""
     from varlen.config import EngineConfig
-    from varlen.execution.workers.workers import load_workers
+    from varlen.execution.workers.worker import load_workers
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.telemetry.metrics import Stats
 

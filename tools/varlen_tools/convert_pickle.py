@@ -83,7 +83,6 @@ def _convert_weights(folder: Path, into: Path) -> list[Path]:
 
 
 def _convert_head(folder: Path, into: Path, name: str) -> list[Path]:
-    """Write a head of bge-m3, whose pickle has the state of one linear layer."""
     source = f"{name}.pt"
     tensors = _read(_inside(folder, source))
     weight, bias = tensors.get("weight"), tensors.get("bias")
@@ -125,7 +124,6 @@ def _only_pickle(folder: Path) -> str:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the shard of each tensor, and the whole index."""
     try:
         index = read_object(folder, _PICKLE_INDEX)
         weight_map: dict[str, str] = index["weight_map"]
@@ -140,7 +138,6 @@ def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _shard_names(weight_map: dict[str, str]) -> dict[str, str]:
-    """Return the name of each new file by the name of its pickle."""
     names = {
         shard: f"{Path(shard).stem.replace('pytorch_model', 'model')}.safetensors"
         for shard in sorted(set(weight_map.values()))
@@ -211,7 +208,6 @@ def _check_archive(path: Path) -> bool:
 
 
 def _check_tensor(file: str, name: str, tensor: Tensor) -> None:
-    """Raise PickleError unless a tensor is plain and all its values are stored."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device.type}"
         raise PickleError(f"{file} has the tensor {name!r}, which is {kind}; allowed: plain ones")

@@ -31,12 +31,7 @@ class DrainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a metrics page says of its models.
-
-    Attributes:
-        step: value of `varlen_draining`, the least of any model.
-    """
-
+    # the least `varlen_draining` of any model
     step: int
     open_requests: int
 
@@ -100,7 +95,6 @@ def _drain(marker: Path, metrics_url: str, *, seen_seconds: float, timeout: floa
 def _wait_until_idle(
     metrics_url: str, end: float, timeout: float, on_stage: Callable[[str], object]
 ) -> None:
-    """Wait until no request has been open for a while; raise DrainError after the end."""
     idle_since: float | None = None
     while True:
         seen, now = _seen(metrics_url), time.monotonic()
@@ -127,7 +121,6 @@ def _mark(marker: Path, state: DrainState) -> None:
 
 
 def _wait_for_step(step: int, metrics_url: str, end: float) -> None:
-    """Wait until every model has seen the file."""
     last = max(end, time.monotonic() + 4 * _EXPORT_SECONDS)
     while _seen(metrics_url).step < step:
         if time.monotonic() > last:

@@ -67,8 +67,8 @@ from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_toke
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, find_source, parse_settings
-from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.scratch import scratch_folder
+from varlen_tools.setup_server import DownloadError, download_wheel
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
@@ -134,13 +134,13 @@ def fetch(
     Raises:
         FetchError: the checkpoint or an argument is wrong.
     """
-    name = name or default_name(source)
-    check_arguments(source, name, settings or {})
+    name, settings = name or default_name(source), settings or {}
+    check_arguments(source, name, settings)
     _check_backbone(backbone)
     named_adapters = _named_adapters(adapters)
     target = repository / name
     _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
-    max_batch_size, config = _read_settings(settings or {})
+    max_batch_size, config = _read_settings(settings)
     repository.mkdir(parents=True, exist_ok=True)
     with scratch_folder(STAGING_PREFIX, staging_parent(repository)) as scratch:
         staged = scratch.path / name
@@ -245,7 +245,6 @@ def _named_adapters(sources: Sequence[str]) -> dict[str, str]:
 
 
 def _add_adapter(source: str, into: Path, scratch: Path, show: Show) -> None:
-    """Copy the files of an adapter, and check them without the weights."""
     with (
         show(f"adding the adapter {into.name}"),
         _folder_or_download(source, _HUB, scratch, ADAPTER_FILES) as (folder, shown),
@@ -330,7 +329,6 @@ def _copy_source(
 
 
 def _find_gguf(path: Path) -> Path | None:
-    """Return a GGUF file, or the one of a folder; None for other sources."""
     if not path.is_dir():
         return path if path.is_file() and path.suffix == GGUF else None
     name = choose_gguf(str(path), names_in(path))
@@ -348,7 +346,6 @@ def _convert_gguf(path: Path, into: Path, show: Show) -> TextFacts:
 def _complete(
     source: str, into: Path, backbone: str | None, scratch: Path, facts: TextFacts
 ) -> TextFacts:
-    """Add what a model of GLiNER reads from its backbones; return facts of its texts."""
     with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
         fields = backbone_fields(into) if is_extraction(into) else ()
         missing = {field: missing_parts(into, field) for field in fields}
@@ -365,7 +362,6 @@ def _complete(
 def _complete_field(
     source: str, into: Path, field: str, missing: Sequence[str], backbone: str | None, scratch: Path
 ) -> str:
-    """Add what a model reads from one backbone; return the name of its source."""
     with _refusing(CheckpointError, ConversionError, folder=into, shown=source):
         if not missing:
             complete(into, field, None)
@@ -413,7 +409,6 @@ def _folder_or_download(
     *,
     may_be_folder: bool = True,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with some files of a source, and its name for messages."""
     if may_be_folder and (folder := Path(source).expanduser()).is_dir():
         yield folder, source
         return
@@ -498,11 +493,6 @@ def _downloaded(
     """Yield a folder with some files of a commit, until the block ends.
 
     It is kept after an interruption and after a failure of the hub: the next call downloads what is not complete.
-
-    Args:
-        scratch: folder of this call, for users without a folder for caches.
-        patterns: names of the files that are needed, if the commit has them.
-        use: name of a folder of its own for these files.
     """
     from huggingface_hub import snapshot_download
 
@@ -656,15 +646,12 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_allowed(file: str) -> bool:
-    name = PurePosixPath(file).name
-    hidden = name.startswith(".")
-    if PurePosixPath(file).match(_TEMPLATES):
-        return not hidden
-    return not hidden and _fits(name, ALLOWED_FILES)
+    path = PurePosixPath(file)
+    is_kind = path.match(_TEMPLATES) or _fits(path.name, ALLOWED_FILES)
+    return is_kind and not path.name.startswith(".")
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
-    """Move a finished model to its place; an existing config.pbtxt without weights is kept."""
     if (target / VERSION / ".gitkeep").exists():
         (staged / VERSION / ".gitkeep").touch()
     if target.exists():

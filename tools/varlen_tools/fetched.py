@@ -94,7 +94,6 @@ def remove_models(
 
 
 def _fetched_models() -> list[FetchedModel]:
-    """Return the models in the cache, the last used first."""
     try:
         # checks who can write to it
         names = CacheFolder(models_folder()).names()
@@ -106,7 +105,6 @@ def _fetched_models() -> list[FetchedModel]:
 
 
 def _models_in(folder: Path) -> Iterator[FetchedModel]:
-    """Yield the models of a source's folder, without links and folders of others."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for model in folder.iterdir():
@@ -135,7 +133,6 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
-    """Return the model of this name or source."""
     found = [each for each in models if name in (each.name, each.source)]
     if len(found) > 1:
         known = ", ".join(f"{each.name} of {each.source}" for each in found)
@@ -147,12 +144,7 @@ def _find(name: str, models: Sequence[FetchedModel]) -> FetchedModel:
 
 
 def _remove(model: FetchedModel) -> None:
-    """Remove a model, whole for everyone who looks.
-
-    Raises:
-        CacheError: a process fetches or serves it.
-        OSError: it cannot be removed.
-    """
+    """Remove a model, whole for everyone who looks."""
     parent = model.folder.parent
     with CacheFolder(parent).lock(LOCK, 0.0):
         if user := user_of(model.folder):

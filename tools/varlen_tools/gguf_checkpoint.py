@@ -51,7 +51,6 @@ _LLAMA = {
     "ffn_norm": "post_attention_layernorm",
     **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
 }
-_PHI3 = {**_LLAMA, "ffn_up": "mlp.gate_up_proj"}
 _GEMMA2 = {
     **_LLAMA,
     "post_attention_norm": "post_attention_layernorm",
@@ -61,7 +60,7 @@ _GEMMA2 = {
 # By architecture.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma"), _LLAMA),
-    "phi3": _PHI3,
+    "phi3": {**_LLAMA, "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
 }
 # Layers of the largest Gemma 2 and 3, whose scores have another scale.
@@ -161,12 +160,12 @@ class GgufFile:
 
     def rule(self, name: str, default: Any = None) -> Any:
         """Return a part of the tokenizer."""
-        return self.metadata.get(f"tokenizer.{name}", default)
+        return self.metadata.get(f"tokenizer.ggml.{name}", default)
 
     def token(self, name: str) -> str | None:
         """Return the text of a special token, such as `bos`."""
-        number = self.rule(f"ggml.{name}_token_id")
-        return None if number is None else self.rule("ggml.tokens")[number]
+        number = self.rule(f"{name}_token_id")
+        return None if number is None else self.rule("tokens")[number]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -228,12 +227,6 @@ def _read(name: str, data: Bytes) -> GgufFile:
 
 
 class _Reader:
-    """Reads the beginning of a file in order.
-
-    Attributes:
-        at: offset of what is read next, in bytes.
-    """
-
     def __init__(self, data: Bytes) -> None:
         self._data = data
         self.at = 0
@@ -346,7 +339,6 @@ def _read_config(source: GgufFile) -> Json:
 
 
 def _rope_scaling(source: GgufFile, positions: int) -> Json | None:
-    """Return the field of config.json for rotary positions of long texts."""
     number, tensors = source.number, source.tensors
     kind = source.metadata.get(f"{source.architecture}.rope.scaling.type", "none")
     factors = [
@@ -393,11 +385,6 @@ def _rename(source: GgufFile, config: Json) -> dict[str, GgufTensor]:
 
 
 def _write_weights(path: Path, weights: Mapping[str, GgufTensor], *, adds_one: bool) -> None:
-    """Write a file of safetensors.
-
-    Args:
-        adds_one: whether the norms of the tensors have 1 more.
-    """
     import torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -420,11 +407,10 @@ def _write_weights(path: Path, weights: Mapping[str, GgufTensor], *, adds_one: b
 
 
 def _json_files(source: GgufFile, config: Json) -> dict[str, str]:
-    """Return the other files, by name."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {f"{name}_token": source.token(each) for name, each in names.items()}
     ends = {source.token("eos"), source.token("eot"), *_ENDS}
-    types = zip(source.rule("ggml.tokens"), source.rule("ggml.token_type"), strict=True)
+    types = zip(source.rule("tokens"), source.rule("token_type"), strict=True)
     stops = [
         number for number, (token, kind) in enumerate(types) if token in ends and kind == _CONTROL
     ]
@@ -434,24 +420,24 @@ def _json_files(source: GgufFile, config: Json) -> dict[str, str]:
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
     }
     texts = {name: json.dumps(content) for name, content in found.items()}
-    template = source.rule("chat_template")
+    template = source.metadata.get("tokenizer.chat_template")
     return texts if template is None else {**texts, "chat_template.jinja": str(template)}
 
 
 def _read_tokenizer(source: GgufFile) -> Tokenizer:
-    """Return the tokenizer of the metadata."""
-    kind, rules, tokens = (source.rule(f"ggml.{each}", "") for each in ("model", "pre", "tokens"))
+    kind, rules, tokens = (source.rule(each, "") for each in ("model", "pre", "tokens"))
     if kind != "llama" and (kind != "gpt2" or rules not in _PATTERNS):
         raise source.refusal(
             f"a tokenizer {kind} with the rules {rules}; allowed: llama, and gpt2 with {', '.join(_PATTERNS)}"
         )
-    tokenizer = _pieces(source) if kind == "llama" else _byte_pairs(source, rules)
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = _pieces(source, ids) if kind == "llama" else _byte_pairs(source, ids, rules)
     # the template of Phi-3 has white space after tokens, which it does not mean
     strips = source.architecture == "phi3"
     special, others = (
         [
             AddedToken(token, rstrip=strips and token not in _UNSTRIPPED, normalized=False)
-            for token, each in zip(tokens, source.rule("ggml.token_type"), strict=True)
+            for token, each in zip(tokens, source.rule("token_type"), strict=True)
             if each == wanted
         ]
         for wanted in (_CONTROL, _USER)
@@ -461,7 +447,7 @@ def _read_tokenizer(source: GgufFile) -> Tokenizer:
     defaults = {"bos": kind == "llama" or rules.startswith("llama"), "eos": False}
     first, last = (
         [token]
-        if (token := source.token(name)) and source.rule(f"ggml.add_{name}_token", default)
+        if (token := source.token(name)) and source.rule(f"add_{name}_token", default)
         else []
         for name, default in defaults.items()
     )
@@ -472,11 +458,9 @@ def _read_tokenizer(source: GgufFile) -> Tokenizer:
     return tokenizer
 
 
-def _byte_pairs(source: GgufFile, rules: str) -> Tokenizer:
-    """Return a tokenizer of bytes, as GPT-2's."""
+def _byte_pairs(source: GgufFile, ids: dict[str, int], rules: str) -> Tokenizer:
     pattern = _PATTERNS[rules]
-    ids = {token: number for number, token in enumerate(source.rule("ggml.tokens"))}
-    merges = [(*each.split(" "),) for each in source.rule("ggml.merges", [])]
+    merges = [(*each.split(" "),) for each in source.rule("merges", [])]
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rules.startswith("llama")))
     if source.architecture.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
@@ -487,10 +471,9 @@ def _byte_pairs(source: GgufFile, rules: str) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(source: GgufFile) -> Tokenizer:
+def _pieces(source: GgufFile, ids: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of the byte pairs of SentencePiece, whose scores order the merges."""
-    kinds, scores = source.rule("ggml.token_type"), source.rule("ggml.scores")
-    ids = {token: number for number, token in enumerate(source.rule("ggml.tokens"))}
+    kinds, scores = source.rule("token_type"), source.rule("scores")
     pieces = {
         token
         for token, number in ids.items()
@@ -513,7 +496,7 @@ def _pieces(source: GgufFile) -> Tokenizer:
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    if source.rule("ggml.add_space_prefix", True):
+    if source.rule("add_space_prefix", True):
         marks.insert(0, normalizers.Prepend("▁"))
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(marks)

@@ -111,7 +111,6 @@ def _copy_whole(folder: Path, config: Json, field: str, backbone: Path | None) -
 
 
 def _add_marks(folder: Path, config: Json, field: str, backbone: Path | None) -> Json:
-    """Return fields of a model whose tokenizer has tokens for labels."""
     mark_id, size = (
         read_int(config, name, default=_UNSET, lowest=_UNSET, name=CONFIG)
         for name in ("class_token_index", "vocab_size")
@@ -173,6 +172,5 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _given(backbone: Path | None) -> Path:
-    """Return the backbone, which is there if a part is missing."""
     assert backbone is not None
     return backbone

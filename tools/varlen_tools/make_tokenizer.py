@@ -203,11 +203,8 @@ def convert_marian(folder: Path) -> Tokenizer:
     languages = [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
     tokenizer.add_special_tokens(
         [
-            *(
-                AddedToken(token, normalized=False, special=True)
-                for token in (_EOS, _UNKNOWN_TEXT, _PAD)
-            ),
-            *(AddedToken(token, normalized=False, special=True) for token in languages),
+            AddedToken(token, normalized=False, special=True)
+            for token in (_EOS, _UNKNOWN_TEXT, _PAD, *languages)
         ]
     )
     return tokenizer
@@ -307,8 +304,6 @@ def convert_deberta(folder: Path) -> Tokenizer:
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", MODEL, "tokenizer.model")
 # Files that are read to make tokenizer.json, and are not served.
 SOURCE_FILES = ("source.spm", *SENTENCEPIECE)
-_NEEDED = ("transformers",)
-_NEEDED_FOR_SENTENCEPIECE = (*_NEEDED, "sentencepiece")
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,19 +332,18 @@ def make_tokenizer(folder: Path) -> MadeTokenizer | None:
         raise ConversionError(str(error)) from None
     pieces = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
     if pieces is not None:
-        _check_packages(_NEEDED_FOR_SENTENCEPIECE, pieces)
+        _check_packages(("transformers", "sentencepiece"), pieces)
         tokenizer = _convert(folder, (pieces,))
         _check_pieces(tokenizer, folder / pieces)
         return MadeTokenizer(tokenizer, (pieces,))
     for sources in (("vocab.json", "merges.txt"), ("vocab.txt",)):
         if all((folder / name).is_file() for name in sources):
-            _check_packages(_NEEDED, " and ".join(sources))
+            _check_packages(("transformers",), " and ".join(sources))
             return MadeTokenizer(_convert(folder, sources), sources)
     return None
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConversionError unless `check_readable` passes what libraries read."""
     for path in sorted(folder.glob("*")):
         if path.name in SOURCE_FILES or path.suffix in (".json", ".txt", ".jinja"):
             try:
@@ -368,7 +362,6 @@ def _check_packages(names: Sequence[str], source: str) -> None:
 
 
 def _convert(folder: Path, sources: Sequence[str]) -> Tokenizer:
-    """Return the fast tokenizer that transformers makes of files; no code of the folder runs."""
     import transformers
 
     # it reports converters that fail, and tries others
@@ -390,7 +383,6 @@ def _convert(folder: Path, sources: Sequence[str]) -> Tokenizer:
 
 
 def _check_pieces(tokenizer: Tokenizer, path: Path) -> None:
-    """Raise ConversionError unless the tokenizer splits texts as the SentencePiece model does."""
     import sentencepiece
 
     try:

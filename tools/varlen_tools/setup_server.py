@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ from pathlib import Path
 
 from varlen_kernels.cache_files import LockedError, folder_lock
 from varlen_tools.messages import last_lines
-from varlen_tools.pip_download import DownloadError, download_wheel
 from varlen_tools.run_server import check_numpy, library_path
 
 # The server's binary needs symbols of this version.
@@ -178,7 +178,6 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time work in a folder."""
     try:
         with folder_lock(folder, _LOCK_SECONDS, partial(print, "setup:", file=sys.stderr)):
             yield
@@ -214,7 +213,6 @@ def _build(folder: Path) -> None:
 
 
 def _keep_wheels(folder: Path, partial: Path) -> Path:
-    """Empty `partial`, keep its wheels, add the old kit's wheels; return their folder."""
     kept = partial / "wheels"
     kept.mkdir(parents=True, exist_ok=True)
     for wheel in (folder / "wheels").glob("*.whl"):
@@ -240,6 +238,30 @@ def download(wheel: Wheel, into: Path) -> Path:
         return download_wheel(wheel.requirement, into, sha256=wheel.sha256)
     except DownloadError as error:
         raise SetupError(str(error)) from None
+
+
+class DownloadError(Exception):
+    """pip did not download the wheel; the message ends with its last lines."""
+
+
+def download_wheel(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
+    """Return the wheel of `requirement`, a `project==version`, as a file in `into`.
+
+    pip uses the user's own index, proxy and certificates; it checks the hash if one is known.
+
+    Raises:
+        DownloadError: there is none for this machine, or its hash is another one.
+    """
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(requirement + (f" --hash=sha256:{sha256}\n" if sha256 else "\n"))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        command += ["--only-binary=:all:", "--dest", scratch, "--requirement", str(wanted)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = list(Path(scratch).glob("*.whl"))
+        if run.returncode or len(found) != 1:
+            raise DownloadError(f"pip cannot get {requirement}:\n  {last_lines(run.stderr)}")
+        return Path(shutil.move(found[0], into))
 
 
 def _unpack(wheel: Wheel, path: Path, into: Path) -> None:

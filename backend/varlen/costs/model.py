@@ -1,4 +1,4 @@
-"""Seconds of any batch, predicted by five numbers that are fitted to measured batches.
+"""Shape and limits of batches, and their seconds by five numbers fitted to measured ones.
 
     seconds = max(floor, fixed + s * sequences + t * tokens + q * sum of squared lengths)
 
@@ -9,16 +9,17 @@ of a batch that is too small to fill a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.config import Execution
-from varlen.costs.batch_shape import BatchShape, FloatArray
 
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 _Number = TypeVar("_Number", int, FloatArray)
 
 # Share of the logarithmic difference by which one batch moves its prediction, and the largest ratio that counts: other
@@ -27,6 +28,55 @@ _LEARNING_RATE = 0.1
 _LARGEST_DIFFERENCE = 1.25
 # Sums of squared relative errors that differ by less are equal but for rounding.
 _EQUAL_ERRORS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Numbers that decide the cost of a batch.
+
+    Attributes:
+        tokens: tokens of all sequences, without padding.
+        squares: sum of the squared lengths, in tokens squared.
+        longest: length of the longest sequence, in tokens.
+    """
+
+    sequences: int
+    tokens: int
+    squares: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> BatchShape:
+        return cls(len(lengths), sum(lengths), sum(n * n for n in lengths), max(lengths))
+
+    @property
+    def padding(self) -> int:
+        """Number of tokens that pad all sequences to the longest."""
+        return self.sequences * self.longest - self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Limits of one batch. A batch of one sequence is always allowed.
+
+    Attributes:
+        max_tokens: largest number of tokens, padding included.
+        execution: whether sequences are padded to the longest of their batch.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    execution: Execution = "packed"
+
+    def allow(self, sequences: int, tokens: int, longest: int) -> bool:
+        return (
+            sequences <= self.max_sequences
+            and self.computed_tokens(sequences, tokens, longest) <= self.max_tokens
+        )
+
+    def computed_tokens(self, sequences: _Number, tokens: _Number, longest: _Number) -> _Number:
+        """Return the tokens that batches compute, padding included; of one batch, or of arrays."""
+        return sequences * longest if self.execution == "padded" else tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +177,6 @@ class CostModel:
             self._coefficients = [number * math.exp(step * share) for number, share in pairs]
 
     def _parts(self, shape: BatchShape) -> list[float]:
-        """Return the seconds of each term of a batch."""
         # one batch is asked for often: numbers of Python take a tenth of the time of arrays
         pairs = zip(self._coefficients, self._terms_of(shape), strict=True)
         return [number * term for number, term in pairs]

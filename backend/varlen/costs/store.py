@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from varlen.config import Execution
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import CostModel, MeasuredBatch, powers_of_two
+from varlen.costs.model import BatchLimits, BatchShape, CostModel, MeasuredBatch, powers_of_two
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError, cache_home
 
 _log = logging.getLogger(__name__)
@@ -133,8 +132,6 @@ class CostStore:
     def _read(
         self, kind: str, key: CostKey, read: Callable[[CostKey, dict[str, Any]], _T]
     ) -> _T | None:
-        """Return what `read` makes of an entry; None without one of this key."""
-
         def of_key(stored: CostKey, entry: dict[str, Any]) -> _T:
             if stored != key:
                 raise ValueError("it has another key")

@@ -390,7 +390,6 @@ _ROWS = {"masks": "mask_rows", "logit_rows": "logit_rows"}
 
 
 def _dimensions_of(program: Program) -> list[str]:
-    """Return the dimensions whose rows have adapters in a program."""
     names = {value.name for value in program.inputs}
     return [each for each in ("tokens", "sequences", *_ROWS) if AdaptedRows(each).rows in names]
 

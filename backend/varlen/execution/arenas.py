@@ -13,8 +13,8 @@ from varlen.execution.packing import largest_dims, with_adapted
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.planner import Layout, max_tokens_that_fit
 from varlen.memory.usage import Dims
-from varlen.program.heads import AttentionHeads
 from varlen.program.program import Program, State
+from varlen.program.rank import AttentionHeads
 from varlen_kernels.reference.paged import FP8
 
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.

@@ -46,11 +46,11 @@ def outcome_of(call: Callable[[], _T]) -> Callable[[], _T]:
 
 def raising(error: BaseException) -> Callable[[], NoReturn]:
     """Return a function that raises an error."""
-    return partial(_raise, error)
 
+    def failed() -> NoReturn:
+        raise error
 
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+    return failed
 
 
 _log = logging.getLogger(__name__)

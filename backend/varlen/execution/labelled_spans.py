@@ -53,7 +53,6 @@ class SpansInParts(OneShot):
         return super()._launch(prompts, options)
 
     def _parts(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[int]]:
-        """Yield the places of texts that run together."""
         most = self._largest["labels"], self._largest["pairs"]
         part: list[int] = []
         labels = pairs = 0

@@ -43,8 +43,7 @@ from varlen.execution.packing import (
 from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, memory_errors
-from varlen.memory.chunk import moved
+from varlen.memory.arena import Arena, memory_errors, moved
 from varlen.memory.usage import Dims
 from varlen.program.program import Program
 from varlen.request.request import (
@@ -280,8 +279,7 @@ class Decoder:
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
         """
-        with memory_errors(), torch.inference_mode():
-            return self._run(step, self._part_of(step))
+        return self.run_prepared(step, self.prepare(step))
 
     def prepare(self, step: PackedStep) -> PackedStep:
         """Return a step as ranks or stages run it: beams have tokens and blocks.
@@ -373,7 +371,6 @@ class Decoder:
             return steps.run(part)
 
     def _adapted(self, inputs: Arrays, dims: Dims, program: int) -> tuple[Arrays, Dims]:
-        """Return inputs and dimensions with the rows that have an adapter."""
         assert self.adapters is not None
         lengths = np.diff(inputs["cu_seqlens"])
         numbers = inputs.get(ADAPTERS)

@@ -160,7 +160,6 @@ class OneShot:
     def _inputs(
         self, packed: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> tuple[Arrays, Dims]:
-        """Return the inputs of a batch in this order, and its dimensions."""
         payloads = payload_dims(packed) if self._reads_payloads else {}
         lengths = [prompt.num_tokens for prompt in packed]
         arrays = prompt_arrays(self._of_prompts, packed, options)
@@ -262,6 +261,5 @@ def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
 
 
 def _padding(lengths: Sequence[int]) -> list[Prompt]:
-    """Return a prompt for each sequence, which fills it up to the longest."""
     longest = max(lengths)
     return [Prompt(np.zeros(longest - length, dtype=np.int32)) for length in lengths]

@@ -319,7 +319,6 @@ def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
 
 
 def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
-    """Return the places of words or labels in the batch, or their bounds."""
     if name.startswith("cu_"):
         of_words = name == "cu_words"
         return bounds_of([each.num_words if of_words else each.num_labels for each in prompts])
@@ -336,7 +335,6 @@ def _of_words_and_labels(name: str, prompts: Sequence[Prompt], bounds: Int32Arra
 
 
 def _of_instances(name: str, prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
-    """Return the tasks of instances by place, their numbers, or their bounds."""
     found = [
         (begin + instances[:, 0], instances[:, 1], instances[:, 2])
         for begin, prompt in zip(bounds, prompts, strict=False)
@@ -363,7 +361,6 @@ def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) ->
 
 
 def _split_pooled(output: Float32Array, prompts: Sequence[Prompt]) -> list[Float32Array]:
-    """Return the vector of each sequence, or the vectors of its spans."""
     bounds = bounds_of([len(_pooled_parts(prompt)) for prompt in prompts]).tolist()
     return [
         output[begin] if prompt.spans is None else output[begin:end]

@@ -34,8 +34,7 @@ from varlen.execution.int8.calibrated_models import (
     CalibratedEncoder,
 )
 from varlen.execution.int8.int8_model import to_int8
-from varlen.execution.int8.quantization import BITS, WeightBits, product_of
-from varlen.execution.int8.weight_codes import Codes, to_codes
+from varlen.execution.int8.quantization import BITS, Codes, WeightBits, product_of, to_codes
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention

@@ -224,7 +224,6 @@ class Runner:
         )
 
     def _info(self, task: Task, longest: int, device: str, **own: Any) -> ModelInfo:
-        """Return model facts for the engine, with the facts of one kind of model."""
         loaded = self._loaded
         return ModelInfo(
             task=task,
@@ -385,7 +384,6 @@ class Runner:
         )
 
     def _map_handoffs(self) -> None:
-        """Map the memory of the values that a stage receives and sends."""
         if self.link.handoffs is not None:
             parts = [of_stages[self.link.stage.number] for of_stages in self._loaded.parts]
             self.link.handoffs.map(parts, [arena.largest for arena in self.arenas])

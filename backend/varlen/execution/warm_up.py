@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cuda.graphs import Bucket
 from varlen.execution.cuda.runner import CudaRunner
@@ -184,23 +184,17 @@ def warm_up_chooser(chooser: Chooser, info: ModelInfo) -> None:
 
 def warm_up_kernels(runner: Runner, timeout: float = 0.0) -> None:
     """Run steps of prompts of all forms: a fault or a compile comes at load."""
-    for chunks in _prompts_of_all_forms(runner):
-        _run(runner, chunks, timeout)
-
-
-def _prompts_of_all_forms(runner: Runner) -> Iterator[list[Chunk]]:
-    """Yield steps of chunks without samples."""
     largest = runner.arenas[0].largest
     max_tokens, max_sequences = largest["tokens"], largest["logit_rows"]
     length = 2
     while length <= min(runner.info.max_sequence_tokens, max_tokens):
-        yield [_chunk(runner, length, length)]
+        _run(runner, [_chunk(runner, length, length)], timeout)
         if 2 * length <= max_tokens and max_sequences > 1:
-            yield [_chunk(runner, length, length)] * 2
+            _run(runner, [_chunk(runner, length, length)] * 2, timeout)
         length *= 2
     count = min(max_sequences, max_tokens - 1)
     if count > 1 and runner.info.max_sequence_tokens > 1:
-        yield [_chunk(runner, 2, 1), *([_chunk(runner, 1, 1)] * (count - 1))]
+        _run(runner, [_chunk(runner, 2, 1), *[_chunk(runner, 1, 1)] * (count - 1)], timeout)
 
 
 def _check_logits(runner: Runner) -> None:
@@ -236,7 +230,6 @@ def _step(chunks: Sequence[Chunk]) -> Batch:
 
 
 def _chunk(runner: Runner, length: int, source: int, options: GenerationOptions = _GREEDY) -> Chunk:
-    """Return a prompt of zeros in block 0 and a source text if needed."""
     sequence = _sequence(length, source, options, has_sources=runner.info.has_sources)
     count, of_source = (-(-each // runner.info.block_size) for each in (length, source))
     if not runner.info.has_sources:
@@ -245,7 +238,6 @@ def _chunk(runner: Runner, length: int, source: int, options: GenerationOptions 
 
 
 def _choosing(chunk: Chunk) -> Chunk:
-    """Return a chunk that chooses what follows it."""
     sequence = chunk.sequence
     slots = tuple(range(sequence.generation.num_beams)) if sequence.is_searched else ()
     return chunk._replace(samples=(sequence,), beam_slots=slots)

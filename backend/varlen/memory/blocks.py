@@ -119,7 +119,7 @@ class BlockPool:
             block = heapq.heappop(self._free)
         else:
             block, _ = self._cached.popitem(last=False)
-            self._forget_key(block)
+            del self._block_of[self._key_of.pop(block)]
         self._references[block] = 1
         return block
 
@@ -216,9 +216,6 @@ class BlockPool:
         self._block_of.clear()
         self._cached.clear()
 
-    def _forget_key(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
-
 
 def _root(salt: str) -> bytes:
     """Return the hash that a sequence has before its first block."""
@@ -230,6 +227,5 @@ def _root(salt: str) -> bytes:
 
 
 def _key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of a full block, given the key of the one before it."""
     # a cryptographic hash: no client can make two beginnings that collide
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_KEY_BYTES).digest()

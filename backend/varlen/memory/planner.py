@@ -14,7 +14,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -47,10 +47,12 @@ class Plan:
     Attributes:
         offsets: offset of each buffer, in bytes.
         footprint: bytes from the start of the first buffer to the end of the last.
+        peak_live: most bytes live at one op; no plan can use fewer. Only a `Layout` knows it.
     """
 
     offsets: tuple[int, ...]
     footprint: int
+    peak_live: int = 0
 
 
 def plan(sizes: Sequence[int], conflicts: Sequence[int], alignment: int) -> Plan:
@@ -97,21 +99,6 @@ def best_offset(placed: Sequence[tuple[int, int, int]], conflicts: int, size: in
     return end if best is None else best
 
 
-@dataclass(frozen=True, slots=True)
-class ShapePlan:
-    """The places of all buffers for one shape of batch.
-
-    Attributes:
-        offsets: offset of each buffer, in bytes.
-        footprint: bytes from the start of the first buffer to the end of the last.
-        peak_live: most bytes live at one op; no plan can use fewer.
-    """
-
-    offsets: tuple[int, ...]
-    footprint: int
-    peak_live: int
-
-
 class Layout:
     """Plans for one program's batches. A plan depends only on the batch's shape.
 
@@ -134,7 +121,7 @@ class Layout:
         self.plan_seconds = 0.0
         self._kept_plans = lru_cache(_KEPT_PLANS)(self._plan)
 
-    def plan(self, dims: Dims) -> ShapePlan:
+    def plan(self, dims: Dims) -> Plan:
         """Return the plan for a batch of these dimensions; recent ones are cached."""
         return self._kept_plans(tuple([dims[name] for name in self.dim_names]))
 
@@ -146,14 +133,14 @@ class Layout:
     def plan_misses(self) -> int:
         return self._kept_plans.cache_info().misses
 
-    def _plan(self, key: tuple[int, ...]) -> ShapePlan:
+    def _plan(self, key: tuple[int, ...]) -> Plan:
         began = time.perf_counter()
         dims = dict(zip(self.dim_names, key, strict=True))
         sizes = [buffer.size.at(dims) for buffer in self.buffers]
         made = plan(sizes, self._conflicts, self._alignment)
         peak = max((size.at(dims) for size in self._live), default=0)
         self.plan_seconds += time.perf_counter() - began
-        return ShapePlan(made.offsets, made.footprint, peak)
+        return replace(made, peak_live=peak)
 
 
 def max_tokens_that_fit(
@@ -367,14 +354,14 @@ class PlannedMemory:
         plans = [self.layout.plan(dims) for dims in parts]
         return self._regions(plans) if footprint_of(plans) <= self.capacity else []
 
-    def _regions(self, plans: Sequence[ShapePlan]) -> list[Region]:
+    def _regions(self, plans: Sequence[Plan]) -> list[Region]:
         memory = self._pages.memory
         return [
             Region(memory[begin : begin + plan.footprint], plan.offsets)
             for begin, plan in zip(self.reserve(plans), plans, strict=True)
         ]
 
-    def plan(self, dims: Dims) -> ShapePlan:
+    def plan(self, dims: Dims) -> Plan:
         """Return a plan that fits; batches of one shape get the same one.
 
         Raises:
@@ -386,7 +373,7 @@ class PlannedMemory:
         plan = self.layout.plan(dims)
         return plan if plan.footprint <= self.capacity else self._largest_plan
 
-    def reserve(self, plans: Sequence[ShapePlan]) -> list[int]:
+    def reserve(self, plans: Sequence[Plan]) -> list[int]:
         """Reserve memory for plans that run at the same time; return the begin of each.
 
         Places of earlier batches become invalid.
@@ -401,12 +388,12 @@ class PlannedMemory:
         return list(accumulate(map(_room, plans[:-1]), initial=0))
 
 
-def footprint_of(plans: Sequence[ShapePlan]) -> int:
+def footprint_of(plans: Sequence[Plan]) -> int:
     """Return the bytes of plans, one behind another."""
     return sum(map(_room, plans[:-1])) + plans[-1].footprint
 
 
-def _room(plan: ShapePlan) -> int:
+def _room(plan: Plan) -> int:
     """Return the bytes up to the next region: cores write to no page together."""
     return -(-plan.footprint // _PAGE) * _PAGE
 

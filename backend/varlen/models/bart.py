@@ -42,7 +42,7 @@ from varlen.models.checkpoint.files import (
     read_layers,
 )
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

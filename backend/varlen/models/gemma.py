@@ -44,7 +44,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_windows,
 )
 from varlen.models.llama import Llama, LlamaLayer, read_attention, read_gated_mlp, read_heads
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

@@ -15,7 +15,7 @@ from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.files import Json, check_multiple, read_int
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from varlen.models.checkpoint.files import (
 )
 from varlen.models.checkpoint.layers import LayerReader, Linear, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

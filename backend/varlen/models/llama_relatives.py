@@ -42,7 +42,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_rotary_of_kinds,
     read_windows,
 )
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 
 if TYPE_CHECKING:
     from torch import Tensor

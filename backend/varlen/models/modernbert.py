@@ -35,7 +35,7 @@ from varlen.models.checkpoint.rotary_config import (
     read_kinds,
     read_rotary_of_kinds,
 )
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from varlen.models.checkpoint.files import (
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.models.checkpoint.weights import ADAPTER_FIELDS, weight_of_factor
-from varlen.program.heads import AttentionHeads
-from varlen.program.rank import ALONE
+from varlen.program.rank import ALONE, AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

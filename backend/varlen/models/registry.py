@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from varlen.models.blocks.attention import Attention, CrossAttention
     from varlen.models.blocks.heads import Heads
     from varlen.models.checkpoint.layers import TokenTable
-    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
+    from varlen.program.rank import AttentionHeads
     from varlen.program.recorder import Recorder
 
 

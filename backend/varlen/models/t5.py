@@ -38,7 +38,7 @@ from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.files import ACTIVATIONS, Json, read_flag, read_int, read_layers
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm, TokenTable
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:

@@ -117,6 +117,16 @@ class Op:
 CallOp: TypeAlias = Callable[[Op, Callable[..., object], list[Any], tuple[Tensor, ...]], None]
 
 
+def call_kernel(
+    op: Op, kernel: Callable[..., object], operands: list[Any], out: tuple[Tensor, ...]
+) -> None:
+    """Run one op by its kernel; see `CallOp`."""
+    if out:
+        kernel(*operands, **op.attributes, out=out[0] if len(out) == 1 else out)
+    else:
+        kernel(*operands, **op.attributes)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """What one run of a program reads.
@@ -218,16 +228,8 @@ class Program:
         self, number: int, kernels: object, tensors: Sequence[Any], call: CallOp | None = None
     ) -> None:
         op, reads, writes = self._calls[number]
-        operands = [tensors[slot] for slot in reads]
-        kernel = getattr(kernels, op.kernel)
-        if call is not None:
-            call(op, kernel, operands, tuple([tensors[slot] for slot in writes]))
-        elif len(writes) == 1:
-            kernel(*operands, **op.attributes, out=tensors[writes[0]])
-        elif writes:
-            kernel(*operands, **op.attributes, out=tuple([tensors[slot] for slot in writes]))
-        else:
-            kernel(*operands, **op.attributes)
+        operands, out = [tensors[slot] for slot in reads], tuple([tensors[slot] for slot in writes])
+        (call or call_kernel)(op, getattr(kernels, op.kernel), operands, out)
 
     def new_outputs(self, dims: Dims, device: torch.device) -> Iterator[Tensor]:
         """Yield an uninitialised tensor for each output of a batch of these dimensions."""
@@ -278,7 +280,6 @@ def bytes_of(weights: Sequence[Tensor]) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte, and after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,7 @@
-"""The place of a process among those that hold one model together."""
+"""A process among those that hold a model together, and heads that they divide.
+
+Nothing here imports torch.
+"""
 
 from dataclasses import dataclass
 
@@ -34,3 +37,27 @@ class Rank:
 ALONE = Rank()
 # Name of the state that is the memory in which ranks meet.
 RANKS = "ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """The heads of an attention layer, side by side in each row.
+
+    Attributes:
+        queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
+        keys: number of key heads, and of value heads.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The attributes of ops on heads."""
+        return {"num_heads": self.queries, "num_kv_heads": self.keys}
+
+    @property
+    def width(self) -> int:
+        """Features of the queries of one token."""
+        return self.queries * self.dim

@@ -19,9 +19,8 @@ from varlen.program.adapters import (
     whole_steps,
     width_of,
 )
-from varlen.program.heads import AttentionHeads
 from varlen.program.program import Attribute, Op, Operand, Program, State, Value, Weights
-from varlen.program.rank import ALONE, RANKS, Rank
+from varlen.program.rank import ALONE, RANKS, AttentionHeads, Rank
 from varlen_kernels import IN_EPILOGUE, Activation, Pooling, TermPooling
 from varlen_kernels.functions import RANK_STEP
 from varlen_kernels.op_table import OPS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import EngineError, VarlenError
 from varlen.request.request import Float32Array, Output, Prompt, RequestOptions, new_tuple
 from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken

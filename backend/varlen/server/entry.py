@@ -26,9 +26,8 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import EngineConfig
 from varlen.errors import DrainingError, EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.intake.pool import PoolLimits, TokenizerPool
-from varlen.memory.heap import drop_library_pages, return_large_memory
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.processes import freeze_objects
+from varlen.processes import drop_library_pages, freeze_objects, return_large_memory
 from varlen.request.request import Draft, Request, check_probe
 from varlen.server.config import (
     gpu_of_instance,

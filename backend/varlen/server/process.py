@@ -18,8 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
-from varlen.memory.heap import trim_heap
-from varlen.processes import log_by, set_log_level
+from varlen.processes import log_by, set_log_level, trim_heap
 from varlen.server.shared_memory import pool_file
 from varlen.telemetry.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 

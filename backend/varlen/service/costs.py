@@ -13,8 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchLimits, BatchShape, CostModel
 from varlen.costs.store import CostKey, CostStore, Measurement, StoredCosts, find_cache, measure
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor

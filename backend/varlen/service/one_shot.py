@@ -14,7 +14,7 @@ from varlen.decoding.text.chat import ChatPairTemplate, ChatTemplate, FormPairTe
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
-from varlen.execution.workers.workers import Workers, load_workers
+from varlen.execution.workers.worker import Workers, load_workers
 from varlen.intake.checks import Intake, PairTemplate
 from varlen.intake.input_limits import InputLimits
 from varlen.intake.long_texts import MAX_WINDOWED_BYTES, LongTextRules

@@ -17,9 +17,9 @@ from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import generation_limit, text_limit
 from varlen.intake.checks import Intake
 from varlen.intake.pool import TokenizerPool
-from varlen.memory.heap import trim_heap
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
+from varlen.processes import trim_heap
 from varlen.request.request import Reply, Request
 from varlen.sandbox.limits import SandboxLimits
 from varlen.sandbox.process import Sandbox

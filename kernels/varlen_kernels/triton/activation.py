@@ -96,7 +96,6 @@ def _activate_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Activate one tile of ROWS tokens by BLOCK features."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31
@@ -127,8 +126,7 @@ def activate(
     out = torch.empty_like(x) if out is None else out
     check_rows(x, out=out)
     check_vector(x.shape[1], bias=bias)
-    _launch("activate", x, bias, kind, out)
-    return out
+    return _launch("activate", x, bias, kind, out)
 
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
@@ -145,14 +143,13 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
     shape = tokens, width // 2
     out = x.new_empty(shape) if out is None else out
     check_out(out, shape, x.dtype)
-    _launch("activate_gate", x, None, kind, out)
-    return out
+    return _launch("activate_gate", x, None, kind, out)
 
 
-def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tensor) -> None:
+def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tensor) -> Tensor:
     tokens, features = out.shape
     if out.numel() == 0:
-        return
+        return out
     launch = pick(op, (features, x.dtype), tile_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
     _activate_kernel[(tiles,)](
@@ -169,6 +166,7 @@ def _launch(op: str, x: Tensor, bias: Tensor | None, kind: Activation, out: Tens
         **launch,
         **dependent_launch(),
     )
+    return out
 
 
 def linear_activate(

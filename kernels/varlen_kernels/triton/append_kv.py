@@ -36,7 +36,6 @@ def _copy_heads(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy a head of each token in the mask."""
     col = tl.arange(0, BLOCK_D)[None, :]
     inside = mask[:, None] & (col < HEAD_DIM)
     features = tl.load(from_ptr[:, None] + col, mask=inside, other=0.0)
@@ -55,7 +54,6 @@ def _rotate_heads(
     HAS_NORMS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Norm and rotate a head of each token in the mask."""
     HALF: tl.constexpr = HEAD_DIM // 2
     # [ROWS, BLOCK_D / 2] features of each half
     col = tl.arange(0, BLOCK_D // 2)[None, :]
@@ -103,7 +101,6 @@ def _append_kv_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Write one head of ROWS tokens: queries into `out`, others into slots."""
     wait_for_kernels(DEPENDENT)
     # queries that are not rotated have no program
     FIRST_HEAD: tl.constexpr = 0 if ROTATES else NUM_HEADS
@@ -239,11 +236,6 @@ def _check_positions(
     key_weight: Tensor | None,
     head_dim: int,
 ) -> None:
-    """Check the arguments of norms and rotary positions.
-
-    Raises:
-        ValueError: see `append_kv`.
-    """
     check_vector(head_dim, query_weight=query_weight, key_weight=key_weight)
     if (query_weight is None) != (key_weight is None):
         raise ValueError("query_weight and key_weight are given together, or neither is")

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.reference.paged import FP8
-from varlen_kernels.triton.checks import check_dtype
+from varlen_kernels.triton.checks import check_contiguous, check_dtype
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -234,8 +234,7 @@ def check_caches(key_cache: Tensor, value_cache: Tensor, num_kv_heads: int, head
                 f"{name} is {list(shape)} {cache.dtype};"
                 f" key_cache is {list(key_cache.shape)} {key_cache.dtype}"
             )
-        if not cache.is_contiguous():
-            raise ValueError(f"{name} has strides {cache.stride()}; it must be contiguous")
+        check_contiguous(**{name: cache})
     block_size = key_cache.shape[2]
     if block_size == 0 or block_size % _BLOCK_MULTIPLE:
         raise ValueError(f"block_size is {block_size}; allowed: multiples of {_BLOCK_MULTIPLE}")

@@ -104,7 +104,6 @@ def _attention_paged_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the attention of one tile: a row per new token and query head."""
     wait_for_kernels(DEPENDENT)
     TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
@@ -323,7 +322,6 @@ def _read_split_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Attend to one split of a token's context; the last program merges the splits."""
     wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) % (NUM_KV_HEADS * TILES)
     row = tl.program_id(0) // (NUM_KV_HEADS * TILES)

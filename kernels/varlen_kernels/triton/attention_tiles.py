@@ -29,6 +29,7 @@ from varlen_kernels.triton.checks import (
     check_heads,
     check_ids,
     check_key_lengths,
+    check_table,
 )
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.tuning import Key, Launch, pick
@@ -317,19 +318,10 @@ def check_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor, *, has_key_lengt
     Raises:
         ValueError: it has not.
     """
-    _check_table(tiles, _table_shape(qkv, cu_seqlens, has_key_lengths))
-
-
-def _check_table(tiles: Tensor, shape: tuple[int, int]) -> None:
-    if tiles.shape != shape or tiles.dtype != torch.int32 or not tiles.is_contiguous():
-        raise ValueError(
-            f"tiles is {list(tiles.shape)} {tiles.dtype}, strides {tiles.stride()};"
-            f" it must be {list(shape)} torch.int32, contiguous"
-        )
+    check_table(_table_shape(qkv, cu_seqlens, has_key_lengths), torch.int32, tiles=tiles)
 
 
 def _table_shape(qkv: Tensor, cu_seqlens: Tensor, has_key_lengths: bool) -> tuple[int, int]:
-    """Return the shape of the table of `attention_tiles`."""
     return len(qkv) + len(cu_seqlens), TILE_COLUMNS.value + has_key_lengths
 
 
@@ -544,11 +536,10 @@ def check_paged_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor) -> None:
     Raises:
         ValueError: it has not.
     """
-    _check_table(tiles, _paged_shape(qkv, cu_seqlens))
+    check_table(_paged_shape(qkv, cu_seqlens), torch.int32, tiles=tiles)
 
 
 def _paged_shape(qkv: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
-    """Return the shape of the table of `paged_tiles`."""
     return len(qkv) + 2 * len(cu_seqlens), PAGED_COLUMNS.value
 
 
@@ -564,11 +555,5 @@ def paged_launches(
     del has_window
     # fp8 is widened to 16 bits
     tiles = _PAGED_TILES[max(64, block_d(head_dim)), max(2, dtype.itemsize)]
-    # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
-    best = sum(tile[0] <= _MAX_PAGED_BLOCK_M[mean_rows] for tile in tiles) - 1
-    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[
-        :_MAX_PAGED_CANDIDATES
-    ]
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    launches = [dict(zip(names, tiles[i], strict=True)) for i in near]
+    launches = _launches_near(tiles, _MAX_PAGED_BLOCK_M[mean_rows])[:_MAX_PAGED_CANDIDATES]
     return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]

@@ -39,6 +39,7 @@ from varlen_kernels.triton.attention_tiles import (
 )
 from varlen_kernels.triton.checks import (
     check_bias,
+    check_contiguous,
     check_cu_seqlens,
     check_heads,
     check_key_lengths,
@@ -169,7 +170,6 @@ def _attention_varlen_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the attention of one tile of queries in HEADS heads."""
     wait_for_kernels(DEPENDENT)
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
@@ -455,7 +455,4 @@ def check_distances(
             raise ValueError(
                 f"distances.{name} is {list(table.shape)} {table.dtype}; it must be [rows, {width}] {dtype}"
             )
-        if not table.is_contiguous():
-            raise ValueError(
-                f"distances.{name} has strides {table.stride()}; it must be contiguous"
-            )
+        check_contiguous(**{f"distances.{name}": table})

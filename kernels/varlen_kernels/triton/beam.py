@@ -69,7 +69,6 @@ def _take_edits_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Take the edited tokens of one row out of its logits."""
     wait_for_kernels(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)  # int64: rows * STRIDE may pass 2**31
     logits_ptr += row * STRIDE
@@ -162,7 +161,6 @@ def _merge_edits_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Merge the sorted candidates of one sequence with its edited tokens."""
     wait_for_kernels(DEPENDENT)
     sequence = tl.program_id(0)
     first_row = sequence * BEAMS

@@ -65,7 +65,6 @@ def _follow_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Give the beams of one search their tokens and block tables."""
     wait_for_kernels(DEPENDENT)
     searches_ptr += tl.program_id(0) * _FOLLOW_COLUMNS
     first_row, beams = tl.load(searches_ptr), tl.load(searches_ptr + 1)
@@ -231,7 +230,6 @@ def _store_each(
     values,  # [BLOCK_BEAMS]
     inside,
 ):
-    """Store values in two places."""
     tl.store(first_ptr, values, mask=inside)
     tl.store(second_ptr, values, mask=inside)
 
@@ -338,7 +336,6 @@ def _advance_kernel(
     BLOCK_ENDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Choose the beams and the answers of one search."""
     wait_for_kernels(DEPENDENT)
     search = tl.program_id(0)
     searches_ptr += search * _ADVANCE_COLUMNS

@@ -1,4 +1,7 @@
-"""Checks of shapes, dtypes and layout, made by launchers before a kernel reads memory."""
+"""Checks of shapes, dtypes and layout, made by launchers before a kernel reads memory.
+
+What does not pass raises ValueError; its message names the tensor.
+"""
 
 import torch
 from torch import Tensor
@@ -10,11 +13,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 def check_rows(x: Tensor, **others: Tensor | None) -> None:
-    """Check that all tensors have the shape and dtype of `x`, and contiguous rows.
-
-    Raises:
-        ValueError: one differs; the message names it.
-    """
+    """Check that all tensors have the shape and dtype of `x`, and contiguous rows."""
     check_dtype(x=x)
     for name, tensor in {"x": x, **others}.items():
         if tensor is None:
@@ -27,11 +26,7 @@ def check_rows(x: Tensor, **others: Tensor | None) -> None:
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check the shape, dtype and layout of `out`.
-
-    Raises:
-        ValueError: it has another shape or dtype, or its rows are not contiguous.
-    """
+    """Check the shape, dtype and layout of `out`."""
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; it must be {list(shape)} {dtype}")
     check_row_layout(out=out)
@@ -51,32 +46,20 @@ def check_row_layout(**tensors: Tensor) -> None:
 
 
 def check_dtype(**tensors: Tensor) -> None:
-    """Check that kernels support the dtype of each tensor.
-
-    Raises:
-        ValueError: one is not in DTYPES; the message names it.
-    """
+    """Check that kernels support the dtype of each tensor."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
 
 
 def check_width(width: int) -> None:
-    """Check that one program can hold a row of this width.
-
-    Raises:
-        ValueError: the width is over MAX_ROW, or 0.
-    """
+    """Check that one program can hold a row of this width."""
     if not 0 < width <= MAX_ROW:
         raise ValueError(f"x has rows of {width}; allowed: 1 to {MAX_ROW}")
 
 
 def check_vector(width: int, **vectors: Tensor | None) -> None:
-    """Check that each tensor is a contiguous vector of `width` elements.
-
-    Raises:
-        ValueError: one is not; the message names it.
-    """
+    """Check that each tensor is a contiguous vector of `width` elements."""
     for name, vector in vectors.items():
         if vector is not None and (vector.shape != (width,) or not vector.is_contiguous()):
             raise ValueError(
@@ -85,11 +68,7 @@ def check_vector(width: int, **vectors: Tensor | None) -> None:
 
 
 def check_ids(count: int, **vectors: Tensor) -> None:
-    """Check that each tensor is a contiguous vector of `count` int32 or int64.
-
-    Raises:
-        ValueError: one is not; the message names it.
-    """
+    """Check that each tensor is a contiguous vector of `count` int32 or int64."""
     check_vector(count, **vectors)
     for name, vector in vectors.items():
         if vector.dtype not in ID_DTYPES:
@@ -118,11 +97,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int | None = None) -> None:
 
 
 def row_strides(**tensors: Tensor) -> tuple[int, ...]:
-    """Return the stride between the rows of each tensor, in elements.
-
-    Raises:
-        ValueError: a tensor's rows are not evenly spaced; the message names it.
-    """
+    """Return the stride between the rows of each tensor, in elements."""
     strides = []
     for name, tensor in tensors.items():
         try:
@@ -136,14 +111,22 @@ def row_strides(**tensors: Tensor) -> tuple[int, ...]:
 
 
 def check_contiguous(**tensors: Tensor | None) -> None:
-    """Check that each tensor is contiguous.
-
-    Raises:
-        ValueError: one is not; the message names it.
-    """
+    """Check that each tensor is contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+
+
+def check_table(shape: tuple[int, ...], dtype: torch.dtype, **tables: Tensor | None) -> None:
+    """Check that each tensor has this shape and dtype, and is contiguous."""
+    for name, table in tables.items():
+        if table is not None and (
+            table.shape != shape or table.dtype != dtype or not table.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {list(table.shape)} {table.dtype}, strides {table.stride()};"
+                f" it must be {list(shape)} {dtype}, contiguous"
+            )
 
 
 MAX_HEAD_DIM = 256
@@ -204,8 +187,7 @@ def check_key_lengths(key_lengths: Tensor | None, cu_seqlens: Tensor) -> None:
         raise ValueError(
             f"key_lengths is {list(key_lengths.shape)} {key_lengths.dtype}; it must be {list(shape)} torch.int32"
         )
-    if not key_lengths.is_contiguous():
-        raise ValueError(f"key_lengths has strides {key_lengths.stride()}; it must be contiguous")
+    check_contiguous(key_lengths=key_lengths)
 
 
 def check_bias(bias: Tensor | None, num_heads: int) -> None:
@@ -220,5 +202,4 @@ def check_bias(bias: Tensor | None, num_heads: int) -> None:
     shape = bias.shape
     if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
         raise ValueError(f"bias is {list(shape)}; it must be [{num_heads}, an odd number]")
-    if not bias.is_contiguous():
-        raise ValueError(f"bias has strides {bias.stride()}; it must be contiguous")
+    check_contiguous(bias=bias)

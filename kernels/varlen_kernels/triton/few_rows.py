@@ -227,7 +227,6 @@ def _linear_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute FEATURES features of a linear layer; gates lie beside what they multiply."""
     SIDES: tl.constexpr = 2 if IS_GATED else 1
     part = tl.program_id(0)
     if ROWS > _FEW:
@@ -483,8 +482,7 @@ def norm_append_kv(
     if rows:
         _append_kernel[(triton.cdiv(heads * head_dim, settings["FEATURES"]),)](
             x,
-            *_of_weight(x, weight),
-            *_of_norm(x, bias, norm),
+            *_operands(x, weight, bias, norm),
             slots,
             key_cache,
             value_cache,
@@ -583,7 +581,6 @@ def _linear(
     eps: float = 0.0,
     kind: str = "",
 ) -> Tensor:
-    """Launch the kernel; it is gated if `out` has half of the features."""
     features = weight.shape[1]
     out = x.new_empty(len(x), features) if out is None else out
     is_gated = out.shape[1] != features
@@ -594,8 +591,7 @@ def _linear(
         of_rows = triton.cdiv(len(x), settings["ROWS"])
         _linear_kernel[parts if len(x) <= MOST_ROWS else (of_rows, *parts)](
             x,
-            *_of_weight(x, weight),
-            *_of_norm(x, bias, norm),
+            *_operands(x, weight, bias, norm),
             x if residual is None else residual,
             out,
             len(x),
@@ -642,8 +638,7 @@ def norm_next_tokens(
         _next_tokens_kernel[(triton.cdiv(vocabulary, settings["FEATURES"]),)](
             x,
             rows,
-            *_of_weight(x, weight),
-            *_of_norm(x, bias, norm),
+            *_operands(x, weight, bias, norm),
             logits,
             tokens,
             counters[2 : 2 + 2 * MOST_ROWS].view(torch.int64),
@@ -657,32 +652,23 @@ def norm_next_tokens(
     return out
 
 
-def _of_norm(
-    x: Tensor, bias: Tensor | None, norm: FoldedNorm | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gain, sums and shift of a kernel; what it does not read is `x`."""
-    gain, _, sums, shift = norm or FoldedNorm(x, None, None, bias)
-    return gain, x if sums is None else sums, x if shift is None else shift
-
-
 def _check_few(rows: int) -> None:
-    """Raise ValueError if there are more than 64 rows."""
     if rows > MOST_ROWS:
         raise ValueError(f"{rows} rows; allowed: {MOST_ROWS}")
 
 
-def _of_weight(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
-    """Return weight and scale of a kernel, see `_of_norm`; fp8 may be bytes."""
-    if isinstance(weight, Tensor):
-        return weight, x
-    codes, scale = weight
+def _operands(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None, norm: FoldedNorm | None
+) -> tuple[Tensor, ...]:
+    """Return the operands that all kernels have, with `x` for what one does not read."""
+    codes, scale = (weight, x) if isinstance(weight, Tensor) else weight
     if codes.dtype == torch.float8_e4m3fn and not _converts_fp8():
         codes = codes.view(torch.uint8)
-    return codes, scale
+    gain, _, sums, shift = norm or FoldedNorm(x, None, None, bias)
+    return codes, scale, gain, x if sums is None else sums, x if shift is None else shift
 
 
 def _converts_fp8() -> bool:
-    """Return whether the current device converts fp8; the interpreter does."""
     if knobs.runtime.interpret:
         return True
     target = triton.runtime.driver.active.get_current_target()
@@ -692,13 +678,8 @@ def _converts_fp8() -> bool:
 def _settings(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, norm: FoldedNorm | None, rows: int
 ) -> dict[str, Any]:
-    """Return the settings that all kernels have.
-
-    Raises:
-        ValueError: see `norm_append_kv`.
-    """
-    is_coded = isinstance(weight, CodedWeight)
-    matrix = weight.codes if isinstance(weight, CodedWeight) else weight
+    matrix, scale = weight if isinstance(weight, CodedWeight) else (weight, None)
+    is_coded = scale is not None
     hidden, features = matrix.shape
     check_dtype(x=x)
     check_out(x, (len(x), hidden), x.dtype)
@@ -708,7 +689,7 @@ def _settings(
             f"the weight is {matrix.dtype} with strides {matrix.stride()}; allowed:"
             f" {' or '.join(map(str, allowed))}, the transpose of a contiguous weight"
         )
-    vectors = {"bias": bias, "scale": weight.scale if isinstance(weight, CodedWeight) else None}
+    vectors = {"bias": bias, "scale": scale}
     kind = _NONE
     if norm is not None:
         check_vector(hidden, gain=norm.weight)
@@ -727,7 +708,6 @@ def _settings(
 
 
 def _tile(rows: int, features: int, hidden: int, item: int, *, is_coded: bool) -> dict[str, Any]:
-    """Return the tile of a program and how it is compiled."""
     most = next((each for each in _ROWS[is_coded:] if each >= rows), _ROWS[-1])
     on_cores = most == 1
     # a start of a program takes longer than 4 features of a small model

@@ -46,7 +46,6 @@ def _linear_groups_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Multiply one tile."""
     wait_for_kernels(DEPENDENT)
     COLUMNS: tl.constexpr = (FEATURES + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMNS

@@ -27,7 +27,6 @@ _BLOCK = 512
 
 @triton.jit
 def _edited(logit, count, bias, is_banned, repetition, presence, frequency):
-    """Return logits with their biases, penalties and bans."""
     biased = logit + bias
     number = tl.maximum(count, 0).to(tl.float32)
     penalized = tl.where(biased > 0, tl.math.div_rn(biased, repetition), biased * repetition)
@@ -62,7 +61,6 @@ def _edit_logits_kernel(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Edit the logits of one sequence."""
     rows_ptr += tl.program_id(0) * _EDIT_COLUMNS
     penalties_ptr += tl.program_id(0) * 3
     row, slot = tl.load(rows_ptr), tl.load(rows_ptr + 1)

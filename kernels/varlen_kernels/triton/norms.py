@@ -94,7 +94,6 @@ def _norm_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise ROWS tokens, from token `program_id(0) * ROWS` on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,9 +123,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
-    return out
+    return _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
 
 
 def layer_norm(
@@ -137,9 +134,7 @@ def layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("layer_norm", x, weight, bias, eps, out)
-    return out
+    return _launch("layer_norm", x, weight, bias, eps, out)
 
 
 def residual_layer_norm(
@@ -156,9 +151,9 @@ def residual_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
-    _launch("residual_layer_norm", x, weight, bias, eps, normed, residual=residual, sum_out=total)
-    return total, normed
+    total, normed = out or (torch.empty_like(x), None)
+    op = "residual_layer_norm"
+    return total, _launch(op, x, weight, bias, eps, normed, residual=residual, sum_out=total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
@@ -167,9 +162,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    _launch("rms_norm", x, weight, None, eps, out, is_centered=False)
-    return out
+    return _launch("rms_norm", x, weight, None, eps, out, is_centered=False)
 
 
 def residual_rms_norm(
@@ -185,8 +178,8 @@ def residual_rms_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
-    _launch(
+    total, normed = out or (torch.empty_like(x), None)
+    return total, _launch(
         "residual_rms_norm",
         x,
         weight,
@@ -197,7 +190,6 @@ def residual_rms_norm(
         sum_out=total,
         is_centered=False,
     )
-    return total, normed
 
 
 def _launch(
@@ -206,12 +198,13 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    out: Tensor,
+    out: Tensor | None,
     *,
     residual: Tensor | None = None,
     sum_out: Tensor | None = None,
     is_centered: bool = True,
-) -> None:
+) -> Tensor:
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     check_rows(x, residual=residual, sum_out=sum_out)
     check_dtype(weight=weight)
     check_out(out, x.shape, weight.dtype)
@@ -219,7 +212,7 @@ def _launch(
     check_width(hidden)
     check_vector(hidden, weight=weight, bias=bias)
     if tokens == 0:
-        return
+        return out
     launch = pick(op, (hidden, x.dtype), row_launches)
     _norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
@@ -243,6 +236,7 @@ def _launch(
         **launch,
         **dependent_launch(),
     )
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -261,7 +255,6 @@ def _norm_heads_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -335,7 +328,6 @@ def _rotary_kernel(
     BLOCK: tl.constexpr,  # power of two >= HALF
     DEPENDENT: tl.constexpr,
 ):
-    """Rotate ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -411,11 +403,6 @@ def candidate_rotary_launches(half: int, head_dim: int, dtype: torch.dtype) -> l
 
 
 def _checked_head_dim(qkv: Tensor, num_heads: int, num_kv_heads: int, out: Tensor | None) -> int:
-    """Return the features of a head.
-
-    Raises:
-        ValueError: `qkv` is no row of heads, a head is too large, or `out` is not like `qkv`.
-    """
     check_dtype(qkv=qkv)
     check_row_layout(qkv=qkv)
     head_dim, rest = divmod(qkv.shape[1], num_heads + 2 * num_kv_heads)
@@ -441,7 +428,6 @@ def _load_embedding(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Return the table row of each token's id, as tiles."""
     # int64: a table may have more than 2**31 elements
     row = tl.load(ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
     return load_row(table_ptr + row * STRIDE, (token < tokens)[:, None], HIDDEN, ROWS, BLOCK, TILES)
@@ -470,7 +456,6 @@ def _embed_layer_norm_kernel(
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
     DEPENDENT: tl.constexpr,
 ):
-    """Embed ROWS tokens, from token `program_id(0) * ROWS` on."""
     wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -577,7 +562,6 @@ def _embed_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Embed one tile of ROWS tokens by BLOCK features."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     # int64: tokens * HIDDEN may pass 2**31, and so may a table

@@ -11,6 +11,8 @@ waits for memory, so one program would take long for a long sequence. The parts 
 but whether there are parts depends on its batch, and with it the last bits of a mean.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from varlen_kernels.triton.checks import (
     check_dtype,
     check_out,
     check_row_layout,
+    check_table,
     check_width,
 )
 from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
@@ -193,7 +196,6 @@ def _pool_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum, or find the maximum of, BLOCK features of one part of a sequence."""
     wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // (PARTS * TILES)
@@ -267,53 +269,40 @@ def _merge_parts_kernel(
 def pool_parts(
     x: Tensor,
     tables: tuple[Tensor, Tensor, Tensor],
-    form: tuple[Pooling, bool, bool],
     out: Tensor,
-) -> None:
-    """Write the pooled vectors into `out` by two kernels.
-
-    Args:
-        x: `[tokens, hidden]`.
-        tables: cu_seqlens, unpooled lengths and flags of normalization.
-        form: the mode, whether there are unpooled tokens, and whether vectors are normalized.
-        out: `[batch, hidden]`.
-    """
+    form: dict[str, Any],
+    *,
+    normalized: bool,
+) -> Tensor:
+    """Write the pooled vectors into `out` by two kernels."""
     batch, hidden = out.shape
-    mode, has_unpooled, normalized = form
-    cu_seqlens, unpooled_lengths, _ = tables
     parts = torch.empty((batch, _PARTS, hidden), dtype=torch.float32, device=x.device)
-    launch = pick("pool_parts", (hidden, x.dtype, mode, False), candidate_launches)
+    form = {**form, "PARTS": _PARTS, "MIN_PART": _MIN_PART}
+    launch = pick("pool_parts", (hidden, x.dtype, form["MODE"], False), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_parts_kernel[(batch * _PARTS * tiles,)](
         x,
-        cu_seqlens,
-        unpooled_lengths,
+        *tables[:2],
         parts,
         X_STRIDE=x.stride(0),
-        HIDDEN=hidden,
-        MODE=mode,
-        HAS_UNPOOLED=has_unpooled,
-        PARTS=_PARTS,
-        MIN_PART=_MIN_PART,
+        **form,
         **launch,
         **dependent_launch(),
     )
-    launch = pick("merge_parts", (hidden, parts.dtype, mode, normalized), candidate_launches)
+    key = (hidden, parts.dtype, form["MODE"], normalized)
+    launch = pick("merge_parts", key, candidate_launches)
     _merge_parts_kernel[(batch * triton.cdiv(hidden, launch["BLOCK"]),)](
         parts,
         *tables,
         out,
         NORM_FLOOR,
         OUT_STRIDE=out.stride(0),
-        HIDDEN=hidden,
-        MODE=mode,
-        HAS_UNPOOLED=has_unpooled,
         NORMALIZE=normalized,
-        PARTS=_PARTS,
-        MIN_PART=_MIN_PART,
+        **form,
         **launch,
         **dependent_launch(),
     )
+    return out
 
 
 # Mean length from which sequences are pooled in parts.
@@ -395,8 +384,8 @@ def pool(
     if rows is not None and len(rows):
         x = x.index_select(0, rows)
     shape = (len(cu_seqlens) - 1, x.shape[1])
-    _check_sequences(cu_seqlens, torch.bool, normalize=normalize)
-    _check_sequences(cu_seqlens, torch.int32, unpooled_lengths=unpooled_lengths)
+    check_table(shape[:1], torch.bool, normalize=normalize)
+    check_table(shape[:1], torch.int32, unpooled_lengths=unpooled_lengths)
     if out is None:
         out = x.new_empty(shape, dtype=torch.float32)
     check_out(out, shape, torch.float32)
@@ -435,11 +424,10 @@ def _run_kernel(
         cu_seqlens if unpooled_lengths is None else unpooled_lengths,
         cu_seqlens if normalize is None else normalize,
     )
-    form = mode, unpooled_lengths is not None, normalize is not None
+    has_unpooled, normalized = unpooled_lengths is not None, normalize is not None
+    form = {"HIDDEN": hidden, "MODE": mode, "HAS_UNPOOLED": has_unpooled}
     if mode not in {"cls", "last"} and len(x) >= _LONG * batch:
-        pool_parts(x, tables, form, out)
-        return out
-    mode, has_unpooled, normalized = form
+        return pool_parts(x, tables, out, form, normalized=normalized)
     launch = pick(op, (hidden, x.dtype, mode, normalized), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_kernel[(batch * tiles,)](
@@ -449,10 +437,8 @@ def _run_kernel(
         NORM_FLOOR,
         X_STRIDE=x.stride(0),
         OUT_STRIDE=out.stride(0),
-        HIDDEN=hidden,
-        MODE=mode,
-        HAS_UNPOOLED=has_unpooled,
         NORMALIZE=normalized,
+        **form,
         **launch,
         **dependent_launch(),
     )
@@ -464,19 +450,6 @@ def _check(x: Tensor, cu_seqlens: Tensor) -> None:
     check_row_layout(x=x)
     check_width(x.shape[1])
     check_cu_seqlens(cu_seqlens)
-
-
-def _check_sequences(cu_seqlens: Tensor, dtype: torch.dtype, **tables: Tensor | None) -> None:
-    """Raise ValueError unless each table has one number of this type per sequence."""
-    shape = (len(cu_seqlens) - 1,)
-    for name, table in tables.items():
-        if table is None:
-            continue
-        if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
-            raise ValueError(
-                f"{name} is {list(table.shape)} {table.dtype}, strides {table.stride()};"
-                f" it must be {list(shape)} {dtype}, contiguous"
-            )
 
 
 def term_weights(

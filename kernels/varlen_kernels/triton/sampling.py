@@ -76,7 +76,6 @@ def _best_of_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Find the best token of one part; begin the state of a row."""
     wait_for_kernels(DEPENDENT)
     # int64: rows * STRIDE may pass 2**31
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -107,7 +106,6 @@ def _count_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Count the tokens of one part; the last program finds the buckets of limits."""
     wait_for_kernels(DEPENDENT)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -198,7 +196,6 @@ def _collect_parts_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """List the tokens where limits may end; the last program finds the last kept token."""
     wait_for_kernels(DEPENDENT)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -265,7 +262,6 @@ def _find_last_kept(
     LIST: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
 ):
-    """Write the order of the last token that the limits keep."""
     buckets = _load_buckets(state_ptr)
     length, listed = _length(state_ptr, VOCABULARY, LIST)
     last_kept = tl.full([], _LOWEST, tl.int64)
@@ -399,7 +395,6 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Draw the token of a row, if it is in this part."""
     wait_for_kernels(DEPENDENT)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
@@ -498,7 +493,6 @@ def _load_buckets(state_ptr):
 
 @triton.jit
 def _is_listed(bucket, buckets):
-    """Return whether limits may end at tokens of a bucket, given `_load_buckets`."""
     bucket_of_k, first_of_p, last_of_p = buckets
     in_p = (bucket >= first_of_p) & (bucket <= last_of_p) & (bucket < bucket_of_k)
     return (bucket == bucket_of_k) | (in_p & (bucket < _BUCKETS - 1))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.reference.attention import Distances, attend_padded
-from varlen_kernels.triton.checks import check_heads, check_rows, row_strides
+from varlen_kernels.triton.checks import check_heads, check_rows, check_table, row_strides
 from varlen_kernels.triton.rows import load_row, row_launches, store_row, sum_row, vector_width
 from varlen_kernels.tuning import Launch, pick
 
@@ -155,11 +155,7 @@ def masked_softmax(
     if x.ndim != 4:
         raise ValueError(f"x is {list(x.shape)}; it must be [batch, num_heads, queries, keys]")
     batch, num_heads, queries, keys = x.shape
-    if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or not seqlens.is_contiguous():
-        raise ValueError(
-            f"seqlens is {list(seqlens.shape)} {seqlens.dtype}, strides {seqlens.stride()};"
-            f" it must be [{batch}] torch.int32, contiguous"
-        )
+    check_table((batch,), torch.int32, seqlens=seqlens)
     if x.numel() == 0:
         return out
     x_stride, out_stride = row_strides(x=x, out=out)

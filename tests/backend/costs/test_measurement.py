@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import MeasuredBatch
+from varlen.costs.model import BatchLimits, BatchShape, MeasuredBatch
 from varlen.costs.store import Measurement, measure, plan_batches
 
 LIMITS = st.builds(

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import CostModel, MeasuredBatch, powers_of_two
+from varlen.costs.model import BatchLimits, BatchShape, CostModel, MeasuredBatch, powers_of_two
 
 COEFFICIENT = st.floats(1e-3, 1.0)
 LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=16)

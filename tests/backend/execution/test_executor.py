@@ -8,7 +8,7 @@ from threading import Barrier, Event, current_thread
 import numpy as np
 import pytest
 
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.execution.executor import InlineExecutor
 from varlen.execution.thread_executor import CoreShare, ThreadExecutor
 from varlen.scheduling.batch import Batch

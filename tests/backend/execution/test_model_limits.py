@@ -14,7 +14,7 @@ from varlen.execution import arenas
 from varlen.execution.arenas import kv_size
 from varlen.execution.model_info import limit_notes, queue_limit, text_limit
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 
 from ..refusals import refused_request as refused
 

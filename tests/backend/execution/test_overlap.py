@@ -16,7 +16,7 @@ import torch
 
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution import arenas, device
 from varlen.execution import runner as runner_module
@@ -27,7 +27,7 @@ from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
-from varlen.execution.workers.workers import Workers, load_workers
+from varlen.execution.workers.worker import Workers, load_workers
 from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint

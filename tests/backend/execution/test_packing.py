@@ -16,7 +16,7 @@ from varlen.execution.packing import (
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen.program.recorder import Recorder
 from varlen.request.request import (
     Masks,

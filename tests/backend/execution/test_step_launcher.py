@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import EngineError
 from varlen.execution.executor import SkippedStepError, StepLauncher
 from varlen.execution.token_state import NoChooser

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.chunk import HostChunk
+from varlen.memory.arena import HostChunk
 
 MEGABYTE = 1 << 20
 PAGE = resource.getpagesize()

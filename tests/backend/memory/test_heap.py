@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from varlen.memory.heap import drop_library_pages
+from varlen.processes import drop_library_pages
 
 PAGES = 8
 
@@ -61,9 +61,7 @@ def test_pages_of_other_files_stay(tmp_path):
 
 
 def test_libraries_work_after_their_pages_were_dropped():
-    code = (
-        "import numpy, varlen.memory.heap as h; h.drop_library_pages(); print(numpy.ones(9).sum())"
-    )
+    code = "import numpy, varlen.processes as h; h.drop_library_pages(); print(numpy.ones(9).sum())"
 
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

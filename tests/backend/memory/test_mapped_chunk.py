@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.chunk import CudaMemory, MappedChunk
+from varlen.memory.arena import CudaMemory, MappedChunk
 
 from .address_space import FakeSpace
 

@@ -12,8 +12,8 @@ from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.memory.usage import Size
-from varlen.program.heads import AttentionHeads
 from varlen.program.program import PackedBatch
+from varlen.program.rank import AttentionHeads
 from varlen.program.recorder import Recorder
 from varlen_kernels import reference
 from varlen_kernels.reference.attention import Distances

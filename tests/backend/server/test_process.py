@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from varlen.memory import heap
+from varlen import processes
 from varlen_tools.local_server import _LOST_PROCESS
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -255,7 +255,7 @@ import ctypes, resource, sys, time
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from varlen.memory.heap import return_large_memory
+from varlen.processes import return_large_memory
 from varlen.server.process import MemoryTrimmer
 
 def resident():
@@ -317,7 +317,7 @@ def test_blocks_that_are_freed_go_back_to_the_system(script, most_megabytes):
 
 
 def test_a_c_library_without_these_calls_is_left_alone(server_process, monkeypatch):
-    monkeypatch.setattr(heap, "_C_LIBRARY", object())
+    monkeypatch.setattr(processes, "_C_LIBRARY", object())
 
-    heap.return_large_memory()
+    processes.return_large_memory()
     server_process.MemoryTrimmer().close()

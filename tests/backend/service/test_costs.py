@@ -19,7 +19,7 @@ import varlen_kernels
 from tests.backend.fakes.engine_parts import Clock
 from varlen.config import EngineConfig
 from varlen.costs import store as cost_store
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.costs.store import CostStore, cache_folder, find_cache
 from varlen.errors import EngineError
 from varlen.execution import device as fingerprint

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.runner import Runner

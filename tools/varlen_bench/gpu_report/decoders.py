@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.execution.cuda.runner import CudaSteps
 from varlen.execution.runner import Runner
 from varlen.in_process.generator import Generation, Generator

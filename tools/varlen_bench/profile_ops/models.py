@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars

@@ -10,8 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.costs.batch_shape import BatchShape
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchShape, CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen.request.request import Float32Array
 from varlen.scheduling.admission import Admission

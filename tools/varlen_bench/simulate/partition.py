@@ -13,8 +13,7 @@ import numpy as np
 import typer
 
 from varlen.config import Execution
-from varlen.costs.batch_shape import BatchShape, FloatArray
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchShape, CostModel, FloatArray
 from varlen.scheduling.one_shot.partition import best_partition
 from varlen_bench.simulate.command import (
     COSTS_HELP,

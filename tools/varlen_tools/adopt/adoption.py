@@ -1,7 +1,7 @@
 """Serves a model, writes its varlen model beside it, and compares both."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from varlen.models.checkpoint.files import TOKENIZER, read_bytes
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
-from varlen_tools.adopt import session as existing_model
 from varlen_tools.adopt.session import (
     Existing,
     Measured,
     ModelSide,
     Request,
     Session,
+    Tensor,
     existing_side,
     open_session,
     our_dtype,
@@ -143,8 +143,6 @@ def adopt_model(wish: Wish, command: ServerCommand, *, report: Callable[[str], o
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The new model in the view, and what the old one answers."""
-
     folder: Path
     checkpoint: Checkpoint
     task: Task
@@ -154,7 +152,6 @@ class _Made:
 
 
 def _make(wish: Wish, session: Session, old: Existing, target: Path, source: str) -> _Made:
-    """Write the new model, with the task that answers as the old model does."""
     view, name = target.parent, target.name
     target.unlink(missing_ok=True)
     folder = _fetch(view, source, name, wish.parameters)
@@ -176,13 +173,14 @@ def _candidate(
     requests: Sequence[Request],
     load: Measured | None,
 ) -> Candidate:
-    side = our_side(requests[0].model, config, _token_counts(session, requests))
-    comparison = _compare(
-        session.ask(requests),
-        made.answers,
+    counts = session.ask([replace(request, output="num_tokens") for request in requests])
+    side = our_side(requests[0].model, config, [int(each[0]) for each in counts])
+    comparison = compare_values(
+        TASKS[made.task].answers,
         made.requests[0].model,
-        made.task,
-        {old_dtype, our_dtype(config)},
+        actual=session.ask(requests),
+        expected=made.answers,
+        dtype=max(old_dtype, our_dtype(config), key=_COARSE.index),
     )
     return Candidate(side, comparison, load)
 
@@ -223,7 +221,6 @@ def _equal_dtype(old: DType, config: EngineConfig) -> DType | None:
 
 
 def _in_dtype(model: Path, dtype: DType) -> Path:
-    """Write the same model in another dtype beside it, and return its folder."""
     made = model.with_name(f"{model.name}_{dtype}")
     while made.exists():
         # a model of the repository
@@ -235,11 +232,6 @@ def _in_dtype(model: Path, dtype: DType) -> Path:
     (made / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
     (made / "1").symlink_to(model / "1")
     return made
-
-
-def _token_counts(session: Session, requests: Sequence[Request]) -> list[int]:
-    answers = session.ask([replace(request, output="num_tokens") for request in requests])
-    return [int(answer[0]) for answer in answers]
 
 
 def _measure(
@@ -279,17 +271,6 @@ def _requests(model: Existing, texts: Sequence[str], checkpoint: Checkpoint) -> 
     return [model.request(text, tokenizer, checkpoint.max_sequence_tokens) for text in texts]
 
 
-def _compare(
-    ours: Sequence[Float32Array],
-    theirs: Sequence[Float32Array],
-    old: str,
-    task: Task,
-    dtypes: Collection[DType],
-) -> Comparison:
-    coarsest = max(dtypes, key=_COARSE.index)
-    return compare_values(TASKS[task].answers, old, actual=ours, expected=theirs, dtype=coarsest)
-
-
 def _entry(view: Path) -> str:
     """Return the model that clients ask: the only ensemble, else the only model."""
     folders = [folder for folder in sorted(view.iterdir()) if (folder / "config.pbtxt").is_file()]
@@ -323,7 +304,6 @@ def _refusing() -> Iterator[None]:
 
 
 def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, str]) -> Task:
-    """Return the task whose answers have the shape of the old model's."""
     if named := settings.get("task"):
         # `fetch` has checked it
         return cast(Task, named)
@@ -352,7 +332,6 @@ def _task(answer: Float32Array, checkpoint: Checkpoint, settings: Mapping[str, s
 
 
 def _new(old: Existing, name: str, task: Task, theirs: Sequence[Float32Array]) -> Existing:
-    """Return how the new model is asked for what the old one answers."""
     parameters: dict[str, Any] = {}
     if old.text is not None:
         parameters["truncate"] = True
@@ -360,11 +339,11 @@ def _new(old: Existing, name: str, task: Task, theirs: Sequence[Float32Array]) -
         lengths = np.linalg.norm(np.stack(theirs), axis=1)
         parameters["normalize"] = bool(np.abs(lengths - 1).max() < _UNIT)
     names = {"ids": "input_ids", "attention_mask": "attention_mask", "type_ids": "token_type_ids"}
-    tokens = {role: existing_model.Tensor(names[role], "INT64", 2) for role in old.token_tensors}
+    tokens = {role: Tensor(names[role], "INT64", 2) for role in old.token_tensors}
     return replace(
         old,
         name=name,
-        text=existing_model.Tensor("text", "BYTES", 2) if old.text is not None else None,
+        text=Tensor("text", "BYTES", 2) if old.text is not None else None,
         token_tensors=tokens,
         output=TASKS[task].outputs[0].name,
         parameters=parameters,
@@ -405,7 +384,6 @@ def is_varlen(model: Path) -> bool:
 
 
 def _checkpoints(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield checkpoints in a folder, but not their modules."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         yield folder
     elif depth and folder.is_dir():

@@ -164,7 +164,6 @@ def compare_scores(
 def _fault(
     pairs: Sequence[tuple[Float32Array, Float32Array]], original: str
 ) -> tuple[bool | None, str] | None:
-    """Return result and remark for values that have no difference: other shapes, NaN, infinity."""
     for index, (ours, theirs) in enumerate(pairs):
         if ours.shape != theirs.shape:
             return False, f"input {index} has the shape {ours.shape}, and there {theirs.shape}"

@@ -428,18 +428,12 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
         ),
     )
     speeds: tuple[Speed, ...] = ()
-    greedy = {} if checkpoint.translate else {"temperature": 0.0}
-
-    def answers_of(generator: Generator, prompts: list[str]) -> list[list[int]]:
-        made = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
-        return [list(each.token_ids) for each in made]
-
     answers: dict[DType, list[list[int]]] = {}
     with Generator(service) as generator:
-        answers[dtype] = answers_of(generator, prompts)
+        answers[dtype] = _generated(checkpoint, generator, prompts)
         if has_speed:
             began = time.perf_counter()
-            timed = answers_of(generator, prompts * 2)
+            timed = _generated(checkpoint, generator, prompts * 2)
             rate = sum(map(len, timed)) / (time.perf_counter() - began)
             speeds = (Speed(f"{len(timed)} answers at a time, tokens generated in {dtype}", rate),)
     if dtype != "fp32":
@@ -447,7 +441,7 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
             GeneratorParts, checkpoint.folder, replace(config, dtype="fp32"), Stats()
         )
         with Generator(service) as generator:
-            answers["fp32"] = answers_of(generator, prompts)
+            answers["fp32"] = _generated(checkpoint, generator, prompts)
     comparisons = (
         *_compare_generated(checkpoint, prompts, answers),
         *_compare_adapters(checkpoint, config, _adapted_generation),
@@ -455,10 +449,15 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
     return Examination(memory, comparisons, speeds)
 
 
+def _generated(checkpoint: Checkpoint, generator: Generator, prompts: list[str]) -> list[list[int]]:
+    greedy = {} if checkpoint.translate else {"temperature": 0.0}
+    made = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
+    return [list(each.token_ids) for each in made]
+
+
 def _compare_adapters(
     checkpoint: Checkpoint, config: EngineConfig, compare: _CompareAdapter
 ) -> Iterator[Comparison]:
-    """Yield the comparison of each adapter with peft, which merges it; in fp32."""
     folders = adapter_folders(checkpoint.folder, config.adapters)
     missing = next((each for each in ("transformers", "peft") if not has_library(each)), None)
     for number, (name, folder) in enumerate(folders.items()):
@@ -501,7 +500,6 @@ def _adapted_answers(
     *,
     limit: int,
 ) -> Comparison:
-    """Compare logits of whole texts, or hidden states, of a model with an adapter."""
     task: Task = config.task or checkpoint.task
     if not TASKS[task].has_labels or checkpoint.logit_score is not None:
         task = "hidden"
@@ -517,14 +515,14 @@ def _adapted_answers(
 def _adapted_generation(
     checkpoint: Checkpoint, config: EngineConfig, original: Transformers, name: str, what: str
 ) -> Comparison:
-    prompts, greedy = sample_prompts(), {} if checkpoint.translate else {"temperature": 0.0}
+    prompts = sample_prompts()
     service = Service.load(GeneratorParts, checkpoint.folder, config, Stats())
     with Generator(service) as generator:
-        made = generator.with_adapter(name).generate(prompts, max_tokens=NEW_TOKENS, **greedy)
+        made = _generated(checkpoint, generator.with_adapter(name), prompts)
     return compare_ids(
         f"answers of up to {NEW_TOKENS} tokens with the {what}",
         named("peft"),
-        actual=_without_ends(checkpoint, [list(each.token_ids) for each in made]),
+        actual=_without_ends(checkpoint, made),
         expected=_without_ends(checkpoint, original.generated(prompts)),
     )
 

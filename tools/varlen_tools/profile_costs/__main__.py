@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from varlen.config import Execution
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import MeasuredBatch, powers_of_two
+from varlen.costs.model import BatchLimits, BatchShape, MeasuredBatch, powers_of_two
 from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
-from varlen.execution.workers.workers import load_workers
+from varlen.execution.workers.worker import load_workers
 from varlen.service.costs import measured_costs, warm_up
 from varlen.telemetry.metrics import Stats
 from varlen_client.cli.progress import show_stage

@@ -76,7 +76,6 @@ def read_model(folder: Path) -> Model | None:
 
 
 def _ids_alone(config: model_config_pb2.ModelConfig) -> str:
-    """Return the data type of `input_ids` if a model takes no texts, else nothing."""
     types = {each.name: each.data_type for each in config.input}
     if "input_ids" not in types or types.keys() & _TEXTS:
         return ""
@@ -112,7 +111,6 @@ def _curl(url: str, headers: list[str], body: Mapping[str, Any]) -> str:
 
 
 def _gateway_request(model: Model) -> tuple[str, dict[str, Any]] | None:
-    """Return path and body for the gateway; None where it has no such task."""
     task: str = model.task
     if task == "generate" and model.has_chat:
         task = "chat"

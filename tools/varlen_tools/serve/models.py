@@ -147,7 +147,6 @@ def _has_config(folder: Path) -> bool:
 
 
 def _has_version(model: Path) -> bool:
-    """Return whether a model has a version with files; an ensemble needs none."""
     versions = [each for each in model.iterdir() if each.name.isdecimal() and each.is_dir()]
     return any(any(each.iterdir()) for each in versions) or (bool(versions) and _is_ensemble(model))
 
@@ -160,7 +159,6 @@ def _is_ensemble(model: Path) -> bool:
 
 
 def _check(source: str, fetching: Fetching) -> None:
-    """Raise ServeError if a source is wrong; downloads nothing."""
     folder = Path(source).expanduser()
     if (
         source
@@ -241,21 +239,21 @@ def models_folder() -> Path:
 
 
 def _kept(source: str) -> Path:
-    """Return the folder that keeps the model of a source, and of no other."""
+    return models_folder() / hashlib.sha256(_identity(source).encode()).hexdigest()[:12]
+
+
+def _identity(source: str) -> str:
     folder = Path(source).expanduser()
-    identity = str(folder.resolve()) if folder.exists() else source
-    return models_folder() / hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return str(folder.resolve()) if folder.exists() else source
 
 
 def _made_of(source: str, settings: Mapping[str, str]) -> str:
     folder = Path(source).expanduser()
-    if folder.exists():
-        source = str(folder.resolve())
     facts = [(path, path.stat()) for path in _files(folder)]
     files = [(str(path.relative_to(folder)), it.st_size, it.st_mtime_ns) for path, it in facts]
     made_of = {
         "format": _FORMAT,
-        "source": source,
+        "source": _identity(source),
         "settings": dict(settings),
         "files": files,
     }
@@ -270,7 +268,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _check_names(sources: Sequence[Source]) -> None:
-    """Raise ServeError if two models have one name, which they would share on the server."""
     by_name: dict[str, tuple[Path, str]] = {}
     for source in sources:
         for folder in source.models:

@@ -141,7 +141,6 @@ def _wait_ready(server: LocalServer, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _showing(stage: str) -> Iterator[Callable[[str], None]]:
-    """Show a stage as `show_stage` does, or print it where stderr is no terminal."""
     if not _is_terminal():
         print_message(stage)
     with show_stage(stage) as show:

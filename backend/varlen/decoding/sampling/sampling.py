@@ -29,7 +29,7 @@ from varlen.decoding.sampling.sampler_state import (
     uniform_numbers,
 )
 from varlen.decoding.sampling.token_bias import BadWords
-from varlen.memory.chunk import moved
+from varlen.memory.arena import moved
 from varlen.request.request import TokenLogprobs
 from varlen.scheduling.device_plan import Draws, EditLimits, Edits, SampledToken
 from varlen.scheduling.sequence import GeneratedSequence

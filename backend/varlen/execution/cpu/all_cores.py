@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from varlen.execution.thread_executor import LoneCores
-from varlen.program.program import Op, Program, Value
+from varlen.program.program import Op, Program, Value, call_kernel
 from varlen_kernels.cpu.native.threads import run_parts, usable_cores, using_cores
 
 # Products are compiled for each number of tokens that batches are padded to: how many of these there are from one power
@@ -61,16 +61,15 @@ class AllCores:
         out: tuple[Tensor, ...],
     ) -> None:
         """Run an op; the number of cores may change from one to the next."""
-        results = out[0] if len(out) == 1 else out
         least = self._least_tokens.get(id(op))
         is_small = len(operands[0]) < (least or _LEAST_TOGETHER)
         count = 1 if is_small else self._cores.count
         if count == 1:
-            kernel(*operands, **op.attributes, out=results)
+            call_kernel(op, kernel, operands, out)
             return
         with using_cores(count) as cores:
             if least is None:
-                kernel(*operands, **op.attributes, out=results)
+                call_kernel(op, kernel, operands, out)
             else:
                 self._run_rows(op, kernel, operands, out)
         self._cores.add_gain(cores.gained)
@@ -90,7 +89,7 @@ class AllCores:
             results = tuple([result[first:last] for result in out])
             # the part is what this core gets
             with using_cores(1):
-                kernel(*rows, **op.attributes, out=results[0] if len(results) == 1 else results)
+                call_kernel(op, kernel, rows, results)
 
         run_parts(run, token_bounds(len(out[0]), usable_cores()))
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from varlen.execution.packing import Arrays
+from varlen.execution.packing import Arrays, Int64Array
 from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.planner import HOST_ALIGNMENT, HostPages, Layout, PlannedMemory
 from varlen.memory.usage import Buffer, Dims, Shape, Size, shapes_at
@@ -23,7 +22,6 @@ from varlen_kernels.cpu.calls.run_calls import ALWAYS, loaded_address, parts_of,
 from varlen_kernels.cpu.native.threads import FUNCTION, PARTS, UNITS
 from varlen_kernels.functions import FUNCTIONS
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 # Rows and columns of a tensor: axes after the first count as one.
 Extent: TypeAlias = tuple[int | Size, int]
 

@@ -19,10 +19,10 @@ from varlen.execution.cpu.call_table import (
     CallKind,
     CallTable,
     Extent,
-    Int64Array,
     run_rows,
     sizes_of,
 )
+from varlen.execution.packing import Int64Array
 from varlen.execution.thread_executor import LoneCores
 from varlen.memory.planner import Region
 from varlen.memory.usage import Size

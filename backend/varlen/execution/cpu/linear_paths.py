@@ -10,7 +10,6 @@ each page. docs/decisions/0054-compiled-steps.md has measurements.
 from __future__ import annotations
 
 import logging
-import mmap
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, find_cache
 from varlen.execution.rank_link import NO_OTHERS, RankLink
+from varlen.memory.planner import huge_pages
 from varlen.program.program import Op, Operand, Program, Value, Weights
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 from varlen_kernels.cpu.products import can_pack, pack_weight
@@ -90,7 +90,8 @@ def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
     }
     if not found:
         return tuple(programs)
-    memory = _large_pages(sum(_aligned(part.nbytes) for part in found.values()))
+    pages = huge_pages(sum(_aligned(part.nbytes) for part in found.values()))
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     moved, begin = dict[int, Tensor](), 0
     for key, part in found.items():
         place = memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
@@ -111,12 +112,6 @@ def in_large_pages(programs: Sequence[Program]) -> tuple[Program, ...]:
         )
         for program in programs
     )
-
-
-def _large_pages(count: int) -> Tensor:
-    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _aligned(count: int) -> int:
@@ -444,7 +439,6 @@ def operands_of(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _multiply(weights: Iterable[Tensor], kernels: object, counts: Sequence[int]) -> None:
-    """Multiply once by weights of each shape, for each number of rows."""
     multiply: _Linear = getattr(kernels, PLAIN)
     for weight in weights:
         for count in counts:

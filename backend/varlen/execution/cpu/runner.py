@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from varlen.execution.cpu.all_cores import AllCores, batch_sizes, padded
-from varlen.execution.cpu.call_table import Int64Array, run_rows
 from varlen.execution.cpu.compiled_program import compile_program, one_table
 from varlen.execution.cpu.linear_paths import compile_products, compiles_products
 from varlen.execution.packing import (
     Arrays,
     InputLayout,
+    Int64Array,
     PackedStep,
     fill_inputs,
     searches_of_step,
@@ -46,7 +46,7 @@ from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
 from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
 from varlen_kernels.cpu.calls.run_calls import run_calls
-from varlen_kernels.cpu.native.threads import run_parts, usable_cores
+from varlen_kernels.cpu.native.threads import run_parts
 from varlen_kernels.functions import STEP_BEAMS
 from varlen_kernels.op import Bound
 from varlen_kernels.op_table import OPS
@@ -115,7 +115,6 @@ class CpuRunner:
         self.input_names = [each.name for each in program.inputs if each.name not in received]
         self._is_padded = not of_steps and compiles_products(program)
         self.compiled = compile_program(program, kernels, states, needs_products=not of_steps)
-        self._table = self.compiled.table if self.compiled and self.is_one_call else None
         self._lone: LoneCores | None = None
         self._call: AllCores | None = None
 
@@ -179,13 +178,7 @@ class CpuRunner:
         if sent:
             out = [sent[value.name] for value in self.program.outputs]
         batch = PackedBatch(inputs, dims)
-        if self._table is not None:
-            outputs = out or tuple(self.program.new_outputs(dims, region.memory.device))
-            cores = usable_cores() if cores is None else cores
-            cores = cores if self._lone is None else self._lone.count
-            addresses = self._addresses(inputs, region, outputs)
-            run_rows(self._table.filled(addresses, dims, cores), cores, self._lone)
-        elif self.compiled is not None:
+        if self.compiled is not None:
             outputs = self.compiled.run(
                 batch, self._kernels, region, out=out, lone=self._lone, cores=cores
             )
@@ -207,20 +200,8 @@ class CpuRunner:
         self, inputs: Mapping[str, Tensor], dims: Dims, region: Region, outputs: Sequence[Tensor]
     ) -> Int64Array:
         """Return the calls of a batch on one core; the program is one call."""
-        assert self._table is not None
-        return self._table.filled(self._addresses(inputs, region, outputs), dims, cores=1)
-
-    def _addresses(
-        self, inputs: Mapping[str, Tensor], region: Region, outputs: Sequence[Tensor]
-    ) -> list[int]:
-        """Return the addresses of the tensors of a table."""
-        begin = region.memory.data_ptr()
-        return [
-            *(inputs[value.name].data_ptr() for value in self.program.inputs),
-            *(self._states[state.name].data_ptr() for state in self.program.states),
-            *(begin + offset for offset in region.offsets),
-            *(output.data_ptr() for output in outputs),
-        ]
+        assert self.compiled is not None
+        return self.compiled.filled(PackedBatch(inputs, dims), region, outputs, cores=1)
 
     def close(self) -> None:
         """No resources to release."""

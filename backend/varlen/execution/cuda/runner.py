@@ -33,8 +33,7 @@ from varlen.execution.arenas import MOST_ROWS, few_dims
 from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, capture_each, on_host
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, alignment_of, memory_errors
-from varlen.memory.chunk import moved
+from varlen.memory.arena import Arena, alignment_of, memory_errors, moved
 from varlen.memory.planner import Layout, Region
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
@@ -176,7 +175,6 @@ class _GraphRunner:
         self.graphs.close()
 
     def _dims(self, bucket: Bucket) -> Dims:
-        """Return the dimensions of a bucket."""
         return bucket.dims
 
     def _work(self, dims: Dims, inputs: dict[str, Tensor], region: Region) -> Callable[[], None]:
@@ -511,7 +509,6 @@ class CudaSteps(_GraphRunner):
         return self._last.replay
 
     def _start(self, step: PackedStep, buffers: _Buffers, beams: Mapping[str, Tensor]) -> _Captured:
-        """Start a step; return its graph."""
         arrays = step.inputs
         tokens, rows = len(arrays[_TOKENS]), len(arrays["logit_rows"])
         sequences = len(arrays["context_lens"])
@@ -617,7 +614,6 @@ class CudaSteps(_GraphRunner):
         return found
 
     def _form(self, dims: Dims) -> tuple[Program, Arena]:
-        """Return the program that runs a step, and its arena."""
         is_few = dims["tokens"] <= MOST_ROWS
         return self._few_rows if is_few else (self.program, self.arena)
 
@@ -787,5 +783,4 @@ def _sleep_until(at: float) -> None:
 
 
 def _decode_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that have a graph, ascending."""
     return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]

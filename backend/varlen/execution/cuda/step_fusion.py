@@ -207,7 +207,6 @@ def _can_append(op: Op, qkv: Value) -> bool:
 
 
 def _folded(op: Op, norm: _Norm) -> tuple[Operand, ...]:
-    """Return the operands of a linear layer with the norm in front of it."""
     _, weight, bias = op.operands
     assert isinstance(weight, Tensor | CodedWeight)
     bias, sums = _tensor(bias), None

@@ -247,7 +247,6 @@ def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
 
 
 def _hashes_of(model: CalibratedModel[_Answer]) -> tuple[str, str]:
-    """Return the hashes of a checkpoint's architecture and of its weights."""
     return checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
 
 
@@ -281,7 +280,6 @@ class _LoggedProgress:
 
 
 def _token_ids(model: CalibratedModel[_Answer], texts: Sequence[str]) -> list[Int32Array]:
-    """Return the token ids of the texts that the model knows."""
     tokenizer = Tokenizer(model.checkpoint.folder, model.longest)
     ids = [text.token_ids for text in tokenizer.encode(texts, truncate=True)]
     return [each for each in ids if len(each) and each.max() < model.checkpoint.vocab_size]
@@ -391,7 +389,6 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: Weigh
 def _quantized(
     programs: Sequence[Program], layers: Mapping[LayerKey, LayerCalibration], bits: WeightBits
 ) -> dict[LayerKey, QuantizedLayer]:
-    """Return the layers that run in int8."""
     kept = {key: layer for key, layer in layers.items() if layer.error <= MAX_LAYER_ERROR[bits]}
     codes = {
         key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))

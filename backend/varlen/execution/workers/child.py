@@ -47,13 +47,15 @@ from varlen.execution.workers.messages import (
     send_answers,
     send_control,
 )
-from varlen.memory.heap import drop_library_pages, return_large_memory, trim_heap
 from varlen.processes import (
+    drop_library_pages,
     end_with_parent,
     freeze_objects,
     log_by,
     python_command,
+    return_large_memory,
     set_log_level,
+    trim_heap,
 )
 
 if TYPE_CHECKING:

@@ -193,7 +193,6 @@ def _parts(weights: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def _begin_of_weights(length: int) -> int:
-    """Return the place of the weights behind a message of this length."""
     return -(-(_LENGTH_BYTES + length) // _PAGE) * _PAGE
 
 

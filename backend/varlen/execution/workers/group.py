@@ -377,7 +377,6 @@ class Leader(_Linked):
                 self._read(numbers[descriptor])
 
     def _read(self, number: int) -> None:
-        """Read one message of another process."""
         try:
             # the only message without a log line or an error says that it has loaded
             if self._members[number].receive_one() is not None:

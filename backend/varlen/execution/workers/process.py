@@ -386,6 +386,5 @@ def longest_wait(config: EngineConfig, before: int) -> float:
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of the files in a checkpoint's folder."""
     found = sorted(path for path in folder.iterdir() if path.is_file())
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]

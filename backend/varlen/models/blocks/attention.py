@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from varlen.models.blocks import inputs
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 
 if TYPE_CHECKING:
     import torch

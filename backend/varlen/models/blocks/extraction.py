@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from varlen.models.blocks import inputs
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen.request.schema import MOST_COUNT
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from varlen.models.blocks.attention import Attention, CrossAttention
     from varlen.models.checkpoint.layers import GroupLinear, Linear, Norm
-    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
+    from varlen.program.rank import AttentionHeads
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation
 

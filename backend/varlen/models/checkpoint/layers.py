@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from varlen.models.checkpoint.weights import CheckpointWeights
-    from varlen.program.heads import AttentionHeads
     from varlen.program.program import Value
+    from varlen.program.rank import AttentionHeads
     from varlen.program.recorder import Recorder
     from varlen_kernels import Activation
     from varlen_kernels.cpu.bodies.panel_layout import BlockWeight

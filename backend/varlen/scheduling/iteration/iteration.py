@@ -30,7 +30,7 @@ from itertools import chain, count, islice
 from typing import cast
 
 from varlen.config import KvPolicy
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import EngineError, RequestError
 from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request.generation import GenerationOptions

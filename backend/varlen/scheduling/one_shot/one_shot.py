@@ -15,8 +15,7 @@ from itertools import compress
 from typing import cast
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchLimits, BatchShape, CostModel
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission, Work

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from varlen.costs.batch_shape import BatchLimits, BatchShape, FloatArray
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchLimits, BatchShape, CostModel, FloatArray
 from varlen.scheduling.batch import Batch
 from varlen.scheduling.one_shot.queue import RequestQueue
 from varlen.scheduling.sequence import SequenceState

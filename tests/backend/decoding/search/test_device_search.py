@@ -10,7 +10,7 @@ import torch
 
 from tests.backend.decoding.search.beam_oracles import TableModel
 from tests.backend.decoding.sequences import sequences_of
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch, DeviceSearch, can_leave_to_device
 from varlen.decoding.search.token_edits import TokenRules

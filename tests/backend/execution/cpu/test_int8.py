@@ -41,7 +41,7 @@ from varlen.execution.runner import Runner
 from varlen.memory.usage import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
-from varlen.program.heads import AttentionHeads
+from varlen.program.rank import AttentionHeads
 from varlen.program.recorder import Recorder
 from varlen_kernels.cpu import int8_products
 from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS

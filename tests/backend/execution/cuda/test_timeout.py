@@ -16,14 +16,14 @@ from tests.backend.fakes.gpu_model import COPY, MAX_TOKENS, NORMALIZED, RUN, Gpu
 from tests.backend.fakes.virtual_gpu import SECONDS, VirtualGpu
 from tests.backend.requests import random_prompts
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.cuda.timeout import CHECKS, TimedExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.thread_executor import ThreadExecutor
-from varlen.execution.workers.workers import Workers
+from varlen.execution.workers.worker import Workers
 from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.request.request import Request

@@ -5,10 +5,9 @@ import torch
 
 from tests.backend.models.paged import record_step
 from tests.quantized import save_quantized
-from varlen.execution.int8 import layer_inputs, rounding
-from varlen.execution.int8.layer_inputs import calibrate_layers
+from varlen.execution.int8 import layer_inputs
+from varlen.execution.int8.layer_inputs import calibrate_layers, rounded_codes, stored_codes
 from varlen.execution.int8.quantization import linear_weights
-from varlen.execution.int8.rounding import rounded_codes, stored_codes
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, WeightCodes, nearest_codes
@@ -68,7 +67,7 @@ def test_codes_of_blocks_are_those_of_single_columns(numbers, bits, largest, hid
     shares = torch.randint(-4, 5, (hidden, hidden), generator=numbers) / 16
     feedback = shares.triu(1) + torch.eye(hidden)
 
-    codes = rounding._codes(weight, scale, feedback, bits)
+    codes = layer_inputs._codes(weight, scale, feedback, bits)
 
     assert torch.equal(codes, codes_by_column(weight, scale, feedback, largest))
     if hidden > 1:
@@ -145,7 +144,7 @@ def test_columns_without_values_have_codes(numbers, value):
 
 
 def test_many_features_have_the_codes_that_they_have_alone(numbers, monkeypatch):
-    monkeypatch.setattr(rounding, "_FEATURES", 4)
+    monkeypatch.setattr(layer_inputs, "_FEATURES", 4)
     weight, outliers = torch.randn(40, 10, generator=numbers), torch.arange(OUTLIERS)
     x = related_inputs(100, 40, numbers)
     gram = x.t() @ x

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.execution.packing import pack_step
 from varlen.execution.workers.messages import (
     Answers,

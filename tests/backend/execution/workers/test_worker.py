@@ -26,8 +26,13 @@ from varlen.execution.runner import Runner
 from varlen.execution.workers import worker as worker_module
 from varlen.execution.workers.messages import Answers, batch_message, batch_of, send_answers
 from varlen.execution.workers.process import ModelProcess
-from varlen.execution.workers.worker import HungAfter, WorkerConnection, WorkerProcess
-from varlen.execution.workers.workers import Workers, load_workers
+from varlen.execution.workers.worker import (
+    HungAfter,
+    WorkerConnection,
+    WorkerProcess,
+    Workers,
+    load_workers,
+)
 from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, RequestOptions

@@ -12,8 +12,7 @@ from varlen.errors import ConfigError
 from varlen.models.blocks.heads import suppress_tokens
 from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.program.heads import AttentionHeads
-from varlen.program.rank import Rank
+from varlen.program.rank import AttentionHeads, Rank
 
 HIDDEN = 6
 SIZES = st.integers(2, 4)

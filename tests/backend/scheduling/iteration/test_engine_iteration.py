@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from tests.backend.requests import request_of
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
 from varlen.scheduling.batch import Batch, BatchResult, SequenceFailure, SequenceOutput
 from varlen.scheduling.engine import Engine

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import CostModel
+from varlen.costs.model import BatchLimits, BatchShape, CostModel
 from varlen.scheduling.one_shot.one_shot import Forecaster
 
 SHAPE = BatchShape.of([100] * 4)

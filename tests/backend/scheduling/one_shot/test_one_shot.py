@@ -16,7 +16,7 @@ from tests.backend.scheduling.one_shot.waiting import (
     run,
 )
 from varlen.config import PolicyName
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.model import BatchShape
 from varlen.errors import DeadlineError
 from varlen.scheduling.batch import BatchResult
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
-from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.model import BatchLimits, BatchShape
 from varlen.scheduling.one_shot.partition import DpPartition, best_partition
 from varlen.scheduling.one_shot.queue import RequestQueue
 

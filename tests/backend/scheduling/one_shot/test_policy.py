@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backend.scheduling.one_shot.waiting import cost_table, lengths_of, state_of
-from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.model import BatchLimits
 from varlen.scheduling.one_shot.partition import FullBatches
 from varlen.scheduling.one_shot.queue import RequestQueue
 
