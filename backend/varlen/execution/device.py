@@ -25,7 +25,7 @@ import varlen.program
 import varlen_kernels
 from varlen.config import CODED, Device, DType, EngineConfig
 from varlen.errors import ConfigError
-from varlen.memory.arena import memory_errors
+from varlen.memory.planner import memory_errors
 from varlen.models.checkpoint.extraction import config_name
 from varlen.models.checkpoint.files import has_file, read_bytes
 from varlen.models.checkpoint.weights import locate_weights, shards

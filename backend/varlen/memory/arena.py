@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Protocol
@@ -282,25 +281,6 @@ def _free(space: CudaMemory, address: int, size: int, step: int, handles: list[i
 
 # Alignment of offsets in bytes; on a GPU, the alignment of its allocator.
 _ALIGNMENT = {"cpu": HOST_ALIGNMENT, "cuda": 256}
-# Messages of torch's host allocator and of oneDNN; neither has an exception of its own.
-_ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
-# Message of the driver, which allocates graphs and pinned memory without torch's allocator.
-_ON_THE_GPU = "CUDA error: out of memory"
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise MemoryError instead of torch's errors about too little memory, on any device."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MemoryError("too little memory on the GPU") from error
-    except RuntimeError as error:
-        if _ON_THE_GPU in str(error):
-            raise MemoryError("too little memory on the GPU") from error
-        if not any(said in str(error) for said in _ON_THE_HOST):
-            raise
-        raise MemoryError("too little memory on the host") from error
 
 
 def alignment_of(device: torch.device) -> int:

@@ -12,8 +12,8 @@ import mmap
 import os
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -36,8 +36,24 @@ _WINDOW = 64
 _PAGE = 4096
 # Memory is reserved and released in steps of a huge page.
 _STEP = 2 << 20
+# Messages of torch's host allocator and of oneDNN; neither has an exception of its own.
+_ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
+# Messages of torch's allocator on a GPU, and of the driver, which allocates graphs and pinned memory without it.
+_ON_THE_GPU = ("CUDA out of memory", "CUDA error: out of memory")
 # Alignment of buffers, in bytes: a cache line.
 HOST_ALIGNMENT = 64
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise MemoryError instead of torch's errors about too little memory, on any device."""
+    try:
+        yield
+    except RuntimeError as error:
+        for place, messages in (("GPU", _ON_THE_GPU), ("host", _ON_THE_HOST)):
+            if any(said in str(error) for said in messages):
+                raise MemoryError(f"too little memory on the {place}") from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)

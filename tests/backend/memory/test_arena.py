@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.arena import Arena, alignment_of, memory_errors
-from varlen.memory.planner import HighWater, Layout
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.planner import HighWater, Layout, memory_errors
 from varlen.memory.usage import Size, Usage, fold
 
 CPU = torch.device("cpu")

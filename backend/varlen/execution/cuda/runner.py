@@ -33,8 +33,8 @@ from varlen.execution.arenas import MOST_ROWS, few_dims
 from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, capture_each, on_host
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
-from varlen.memory.arena import Arena, alignment_of, memory_errors, moved
-from varlen.memory.planner import Layout, Region
+from varlen.memory.arena import Arena, alignment_of, moved
+from varlen.memory.planner import Layout, Region, memory_errors
 from varlen.memory.usage import Dims, Size
 from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
 from varlen.scheduling.batch import MAX_STEPS

@@ -27,8 +27,8 @@ from varlen.execution.warm_up import warm_up, warm_up_chooser
 from varlen.execution.workers.messages import Array, step_message
 from varlen.execution.workers.process import ModelProcess, RestartLimit
 from varlen.execution.workers.worker import WorkerProcess
-from varlen.memory.arena import memory_errors
 from varlen.memory.memory_use import AdapterUse, MemoryUse
+from varlen.memory.planner import memory_errors
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Bytes, Int32Array
 from varlen.scheduling.batch import MAX_STEPS, Batch

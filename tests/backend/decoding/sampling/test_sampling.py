@@ -431,7 +431,7 @@ def test_a_mask_that_has_not_come_holds_back_its_own_row_and_no_other(monkeypatc
     grammars, bad_words = SlowGrammars(), BadWords(byte_level(), VOCABULARY, [EOS])
     sampler = Sampler(VOCABULARY, [EOS], grammars, bad_words, torch.device("cpu"))
     waits = []
-    monkeypatch.setattr(sampling, "wait_for_masks", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(sampling, "await_processes", lambda _, seconds: waits.append(seconds))
     monkeypatch.setattr(sampling, "_MASK_SECONDS", 1e-9)
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
 
@@ -455,7 +455,7 @@ def test_a_step_waits_once_for_the_mask_of_a_slow_grammar(monkeypatch):
         waits.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(sampling, "wait_for_masks", wait)
+    monkeypatch.setattr(sampling, "await_processes", wait)
     monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}')]
 
