@@ -115,7 +115,8 @@ def test_answers_equal_those_of_the_checkpoint(make, name):
     before.pop("lm_head.weight", None) if checkpoint.config["tie_word_embeddings"] else None
     assert before.keys() == after.keys()
     for each in before:
-        torch.testing.assert_close(after[each], before[each], rtol=0, atol=1e-6)
+        # norms of Gemma are stored plus one, and rounded there: values are below 4
+        torch.testing.assert_close(after[each], before[each], rtol=0, atol=2**-22)
     torch.testing.assert_close(logits_of(made), logits_of(original), rtol=1e-4, atol=1e-4)
 
 
