@@ -41,7 +41,8 @@ def costs_for(
 ) -> CostModel:
     """Return the cost model of a model: stored, measured, or assumed.
 
-    If `warmup_seconds` is 0, costs are assumed, and none are read or written. What int8 gives is logged if it was measured.
+    If `warmup_seconds` is 0, costs are assumed, and none are read or written. What int8 gives is logged where it was
+    measured before.
     Nothing else may use the executor meanwhile.
     """
     if price := _int8_price(info, checkpoint, config):
