@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from time import sleep as _sleep
 from typing import Protocol, TypeAlias
 
 from sortedcontainers import SortedKeyList
@@ -45,8 +44,6 @@ _ENGINE_FAILED = "the engine failed; the server's log says why"
 _LEAD = 2.0
 # That time is the longest of recent batches: the recent maximum decays by this fraction per batch.
 _DECAY = 0.1
-# An idle engine waits this long for the next one of several requests, which then begin in one step.
-_GATHER_SECONDS = 5e-5
 _FAULT = "the model has stopped after a fault of its device or workers and cannot run requests; reload it"
 
 
@@ -243,14 +240,6 @@ class Engine:
         if timeout is None or timeout > 0.0:
             with suppress(Empty):
                 self._handle(self._inbox.get(timeout=timeout))
-                if timeout is None and self._arrived is not None:
-                    self._gather()
-
-    def _gather(self) -> None:
-        """Wait while requests come one right after another."""
-        count = -1
-        while count < (count := self._inbox.qsize()):
-            _sleep(_GATHER_SECONDS)
 
     def _drain_inbox(self) -> None:
         if self._arrived is not None:

@@ -221,24 +221,6 @@ def test_requests_that_come_between_steps_join_the_queue(bench):
     assert (first.only, second.only) == ([[8]], [[2]])
 
 
-def test_an_idle_engine_gathers_requests_that_come_one_after_another(monkeypatch):
-    bench, sent = Bench(), []
-    bench.engine._arrived = np.zeros(1, np.uint8)
-
-    def submit_while_asleep(_):
-        if len(sent) < 3:
-            sent.append(bench.submit([len(sent) + 1]))
-
-    monkeypatch.setattr("varlen.scheduling.engine._sleep", submit_while_asleep)
-    first = bench.submit([0])
-
-    bench.engine._wait(None)
-    bench.step()
-
-    assert bench.executor.batches == [[[0], [1], [2], [3]]]
-    wait_for([first, *sent])
-
-
 def test_a_request_waits_until_its_last_sequence_is_taken(bench):
     bench.submit([1] * 5, [2] * 5)
     assert bench.admission.depth == (1, 10)
