@@ -51,6 +51,8 @@ def batch(lengths):
         ("BertModel", {"task": "embed", "dtype": "bf16"}),
         ("BertForTokenClassification", {"task": "token_classify"}),
         ("XLMRobertaForSequenceClassification", {"task": "rerank"}),
+        ("BertForSequenceClassification", {"task": "classify", "dtype": "bf16"}),
+        ("ModernBertForSequenceClassification", {"task": "rerank", "dtype": "bf16"}),
         ("ModernBertModel", {"task": "embed"}),
     ],
     ids=str,
