@@ -40,14 +40,15 @@ from varlen.request.spans import (
     Span,
     read_labels,
 )
-from varlen.request.terms import (
+from varlen.request.vectors import (
     DEFAULT_TOP_K,
     FilledToken,
     SparseVector,
+    VectorForm,
     largest_top_k,
+    read_spans,
     sparse_vector,
 )
-from varlen.request.vectors import VectorForm, read_spans
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import Task

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from tokenizers import Encoding
 
 from varlen.errors import RequestError
-from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.parameter import refuse
 from varlen.request.request import Float32Array, Int32Array, Prompt, TokenizationTask, steps_of
@@ -31,6 +30,7 @@ from varlen.request.spans import (
 
 if TYPE_CHECKING:
     from varlen.intake.checks import Intake
+    from varlen.intake.long_texts import InputLimits
 
 _WINDOW_TOKENS, _STRIDE_TOKENS = 384, 128
 # Windows of a row, and tokens of all of them.

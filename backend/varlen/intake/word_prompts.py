@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import CheckpointError, RequestError, shorten
-from varlen.intake.input_limits import InputLimits
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.extraction import CONFIG, ExtractionConfig, LabelEncoderConfig
 from varlen.parameter import refuse
@@ -37,6 +36,7 @@ from varlen.request.spans import LABELS_TEXT, Scored, Span, SpanForm, span_tenso
 
 if TYPE_CHECKING:
     from varlen.intake.checks import Intake
+    from varlen.intake.long_texts import InputLimits
 
 # Scores of a row: 16 MiB in fp32.
 _MOST_SCORES = 1 << 22

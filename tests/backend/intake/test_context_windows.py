@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from varlen.intake.context_windows import ContextWindows
-from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import InputLimits
 from varlen.intake.tokenization import Tokenizer as Intake
 from varlen.request.spans import QuestionForm
 

@@ -23,7 +23,7 @@ from varlen.models.checkpoint.weights import (
     check_unused,
     is_quantized,
 )
-from varlen.request.scores import ScoreFunction
+from varlen.request.vectors import ScoreFunction
 from varlen.tasks import Task
 from varlen_kernels import Activation, Pooling
 
