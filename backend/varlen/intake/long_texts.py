@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.intake.context_windows import MAX_WINDOW_TOKENS, overlapping
+from varlen.intake.found import MAX_WINDOW_TOKENS, overlapping
 from varlen.intake.tokenization import Text
 from varlen.parameter import MAX_JSON_MARKS, JsonLimits
 from varlen.request.request import (

@@ -53,10 +53,10 @@ from varlen.models.checkpoint.generation_config import (
     read_end_tokens,
     read_translate_settings,
 )
-from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE
 from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.checkpoint.logit_score import (
+from varlen.models.checkpoint.ranking import (
     PAIR_FORMS,
+    STANFORD_ARCHITECTURE,
     check_score_tokens,
     find_logit_score,
 )

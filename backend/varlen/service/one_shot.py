@@ -16,10 +16,10 @@ from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
 from varlen.execution.workers.worker import Workers, load_workers
 from varlen.intake.checks import Intake, PairTemplate
+from varlen.intake.found import ApartLabelTokens, WordPrompts
 from varlen.intake.long_texts import MAX_WINDOWED_BYTES, InputLimits, LongTextRules
 from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenized, Tokenizer
-from varlen.intake.word_prompts import ApartLabelTokens, WordPrompts
 from varlen.memory.memory_use import AdapterUse
 from varlen.models.checkpoint.extraction import LABELS_TOKENIZER
 from varlen.models.checkpoint.sentence_transformers import ROUTER_TABLE
