@@ -328,6 +328,8 @@ class TokenEditor:
 
     def banned(self, num_generated: int) -> Int32Array:
         """Return the tokens that may not come next, where no edit depends on a beam."""
+        if not self._early_bans(num_generated):
+            return self._fixed_tokens
         edits = self.edits([self.start], num_generated)
         return _NO_TOKENS if edits is None else edits.tokens
 

@@ -47,7 +47,7 @@ from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 _log = logging.getLogger(__name__)
 
 # Most steps of searches in one launch: more would save less than a fiftieth of a step of a tiny model.
-_LAUNCH_STEPS = 8
+_LAUNCH_STEPS = 16
 
 
 def submit_with_grammar(

@@ -159,7 +159,7 @@ _WORKERS_ENDED = "worker processes ended while they ran this request; the server
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 # Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
-_LAUNCH_SECONDS = 0.01
+_LAUNCH_SECONDS = 0.02
 
 
 class IterationScheduler:

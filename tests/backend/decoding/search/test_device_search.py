@@ -226,7 +226,7 @@ def test_later_steps_of_a_launch_differ_in_their_divisors_alone(options, count, 
         assert later is None
         return
     rules = [search.rules(2 + i) for i in range(1, count + 1)]
-    assert later == [(each.divisor, each.best_divisor) for each in rules]
+    assert list(later) == [(each.divisor, each.best_divisor) for each in rules]
     assert all(str(each[:6]) == str(first[:6]) for each in rules)
 
 
