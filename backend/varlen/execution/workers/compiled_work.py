@@ -40,8 +40,7 @@ from varlen.execution.workers.messages import (
     message_of,
 )
 from varlen.memory.memory_use import MemoryUse, Swap
-from varlen.memory.planner import HOST_ALIGNMENT, huge_pages, new_shared
-from varlen.memory.usage import Axis, Buffer, Size, Usage
+from varlen.memory.planner import HOST_ALIGNMENT, Axis, Buffer, Size, Usage, huge_pages, new_shared
 from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT, Prompt, RequestOptions
 from varlen_kernels.cache_files import CacheFolder
 from varlen_kernels.cpu.native.target_cpu import features_here, target_cpu
