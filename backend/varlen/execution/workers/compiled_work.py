@@ -257,7 +257,7 @@ def read_content(descriptor: int, *, is_cut: bool = True) -> mmap.mmap:
 class StoredModel:
     """The file of a compiled model in a cache folder.
 
-    It belongs to the folder of a checkpoint and its settings, of which its name has a hash. It begins with a hash of
+    It belongs to the folder of a checkpoint and its settings: its name has a hash of both. It begins with a hash of
     its name, of its key and of its content: a file that is damaged, or that other files or versions have made, is
     replaced by the load that follows. Files that were used last stay. Nothing that goes wrong with it is an error.
 

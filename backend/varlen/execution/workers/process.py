@@ -191,7 +191,7 @@ def excludes_gpu(device: Device) -> bool:
 
 
 def _stored_path(folder: Path, config: EngineConfig, *, generates: bool) -> str:
-    """Return the file of a compiled model; empty for models that are not stored, and without a cache."""
+    """Return the file of a compiled model; empty for models that are not stored."""
     cache = None if generates or config.num_processes > 1 else find_cache(config.cache_folder)
     if cache is None:
         return ""
