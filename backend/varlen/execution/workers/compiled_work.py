@@ -306,7 +306,10 @@ class StoredModel:
 
     def write(self, descriptor: int) -> None:
         """Store a model that is in memory, and remove what was not used for longest."""
-        folder, content = CacheFolder(self.path.parent), mmap.mmap(descriptor, 0)
+        folder, content = (
+            CacheFolder(self.path.parent),
+            mmap.mmap(descriptor, 0, prot=mmap.PROT_READ),
+        )
         try:
             with folder.writing(self.path.name) as path, path.open("wb") as file:
                 file.write(self._hash(content))
