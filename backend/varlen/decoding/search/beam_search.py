@@ -25,8 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.decoding.sampling.sampler_state import random_key, uniform_range
-from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, bias_arrays
-from varlen.decoding.search.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
+from varlen.decoding.token_edits import (
+    NOTHING_FORBIDDEN,
+    ForbiddenTokens,
+    TokenEditor,
+    TokenEdits,
+    TokenHistory,
+    TokenRules,
+    bias_arrays,
+)
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array
 from varlen.scheduling.device_plan import NOT_TAKEN, BeamAnswer, BeamStep, SearchRules

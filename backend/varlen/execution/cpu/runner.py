@@ -39,8 +39,7 @@ from varlen.execution.packing import (
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.arena import Arena
-from varlen.memory.planner import Region, map_shared, memory_errors, new_shared
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, Region, map_shared, memory_errors, new_shared
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
