@@ -244,6 +244,7 @@ bench-beam: setup ## Compare beam search with its peers on this machine; appends
 bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt $(EDITABLE)'[dev,bench]'
 	$(INSTALL) --no-deps $(TRITON_WHEEL)
+	$(if $(findstring --gateway,$(BENCH)),-@$(MAKE) --no-print-directory $(VENV)/peers-infinity/stamp)
 	$(BIN)/python -m varlen_bench.serving $(BENCH)
 
 bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks

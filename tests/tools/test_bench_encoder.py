@@ -279,6 +279,34 @@ def test_batches_of_equal_sequences_are_compared_by_length(
     assert times == [4, 2, 1, 1]
 
 
+def test_a_reused_run_neither_calibrates_nor_asks_the_reference_again(
+    tmp_path, monkeypatch, checkpoint, peers_in_process
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = []
+    ask = encoder._ask
+
+    def listening(process, order, *rest, **more):
+        asked.append(order)
+        return ask(process, order, *rest, **more)
+
+    monkeypatch.setattr(encoder, "_ask", listening)
+    arguments = ["--model", str(checkpoint), "--rounds", "1", "--only", "transformers-fp32-sorted"]
+    arguments += ["--sequences", "6", "--queries", "6", "--pairs", "0", "--threads", "1", "--reuse"]
+    rows = []
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        output = tmp_path / f"{name}.csv"
+        done = CliRunner().invoke(app, [*arguments, "--seed", str(seed), "--output", str(output)])
+        assert done.exit_code == 0, done.output
+        rows.append(read_csv(output))
+
+    once = ["prepare", "calibrate", "prepare"]
+    assert asked == [*once, "prepare", *once]
+    for key in ("batch", "calibration", "cosine_mean"):
+        assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]]
+    assert all("1 sequences: " in row["calibration"] for row in rows[0])
+
+
 def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_line(
     tmp_path, monkeypatch, peers_in_process
 ):

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backend.memory.plan_checker import overlaps
-from varlen.memory.planner import plan
-from varlen.memory.usage import Size, Usage, conflicts, live_sizes
+from varlen.memory.planner import Size, Usage, conflicts, live_sizes, plan
 from varlen_bench.paper_plan import Place, bert_usages, lengths, plan_chunks
 
 # Chunks lie this far apart for the checker, which knows offsets only.

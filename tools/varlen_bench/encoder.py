@@ -5,15 +5,17 @@ docs/benchmarks/encoder.md has the method; `make bench-encoder` runs it with its
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import typer
@@ -28,10 +30,10 @@ from varlen_bench.compare.turns import measure_in_turns, running, start_system
 from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.machine import has_native_bf16
-from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.rows import Cell, provenance
 from varlen_bench.harness.worker import Message, WorkerProcess
 from varlen_bench.peers.engines import EngineName, Precision
-from varlen_bench.peers.exports import exported
+from varlen_bench.peers.exports import cached, exported
 from varlen_bench.peers.pooling import POOLING_MODES, PoolingMode
 from varlen_bench.peers.random_encoders import RANDOM_ENCODERS, random_encoder
 from varlen_bench.workers.encoder import Workload
@@ -78,6 +80,9 @@ _PAIR_SHORTEST, _PAIR_LONGEST = 60, 250
 GRID_BATCHES, _GRID_TOKENS = (1, 20), (10, 100, 200, 500)
 # Tokens of a measured pass at least.
 _GRID_PASS_TOKENS = 2000
+
+# File with the answer of a system's calibration.
+_CALIBRATION = "calibration.json"
 
 # Templates of search queries, and the words that fill them.
 _QUERIES: dict[str, list[str]] = json.loads(
@@ -145,6 +150,14 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
         bool,
         typer.Option("--grid", help="Only batches of 1 and 20 equal sequences, of 10-500 tokens."),
     ] = False
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse",
+            help="Keep batch sizes and reference vectors; take those of an earlier run if machine, "
+            "files, versions and workloads are the same.",
+        ),
+    ] = False
 
     pooling: PoolingMode = field(init=False)
     workloads: list[Workload] = field(init=False)
@@ -183,13 +196,18 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
         with TemporaryDirectory(prefix="varlen-bench-") as folder:
             scratch = Path(folder)
             start = partial(self._start, scratch=scratch)
-            progress("reference vectors: transformers fp32, one sequence at a time")
-            with start(REFERENCE) as alone:
-                _ask_prepare(alone, self.workloads)
-            expected = {each.name: _vectors(scratch, REFERENCE, each) for each in self.workloads}
+
+            def make_vectors(folder: Path) -> None:
+                progress("reference vectors: transformers fp32, one sequence at a time")
+                with start(REFERENCE) as alone:
+                    _ask(alone, "prepare", self.workloads, sizes={})
+                shutil.copytree(scratch / REFERENCE.name, folder)
+
+            vectors = self._once(REFERENCE, make_vectors, scratch)
+            expected = {each.name: _vectors(vectors, each) for each in self.workloads}
 
             def prepare(process: WorkerProcess, own: Sequence[EncoderResult]) -> None:
-                self._calibrate(process, own, expected, scratch)
+                self._prepare_system(process, own, expected, scratch)
 
             results = [_empty(system, each) for system in self.chosen for each in self.workloads]
             with running(results, start, prepare, progress) as processes:
@@ -239,22 +257,46 @@ class EncoderSubject(SystemsSubject[EncoderResult]):
         more = {"pooling": self.pooling}
         return start_system(self.worker, system, checkpoint, scratch, threads=self.cores, **more)
 
-    def _calibrate(
+    def _once(self, system: System, make: Callable[[Path], None], scratch: Path) -> Path:
+        """Return the folder that `make` writes about a system: now, or in an earlier run."""
+        if not self.reuse:
+            target = scratch / f"{system.name}-found"
+            make(target)
+            return target
+        run = provenance(
+            threads=self.cores, packages=self.packages, command="", root=self.model, revision="any"
+        )
+        files = [file.stat() for file in sorted(self.model.iterdir())]
+        made = [(file.st_size, file.st_mtime_ns) for file in files]
+        parts = (run.cpu, run.threads, run.versions, str(self.model.resolve()), made)
+        key = hashlib.sha256(f"{parts} {self.workloads} {system}".encode()).hexdigest()[:16]
+        return cached(f"{key}-{system.name}", make)
+
+    def _prepare_system(
         self,
         process: WorkerProcess,
         results: Sequence[EncoderResult],
         expected: Mapping[str, Vectors],
         scratch: Path,
     ) -> None:
-        """Calibrate a system and compare its vectors."""
+        """Calibrate a system, warm it up and compare its vectors."""
         system = results[0].system
         parts = [_part(system, workload) for workload in self.workloads]
-        answer = _ask_prepare(process, [part for part, _ in parts])
+        workloads = [part for part, _ in parts]
+
+        def calibrate(folder: Path) -> None:
+            answer = _ask(process, "calibrate", workloads)
+            folder.mkdir()
+            (folder / _CALIBRATION).write_text(json.dumps(answer), encoding="utf-8")
+
+        folder = self._once(system, calibrate, scratch)
+        answer: Message = json.loads((folder / _CALIBRATION).read_text(encoding="utf-8"))
+        _ask(process, "prepare", workloads, sizes=answer["sizes"])
         for result, (part, kept) in zip(results, parts, strict=True):
             result.batch = answer["batching"][part.name]
             speeds = answer["calibration"][part.name].items()
             result.calibration = "; ".join(f"{size}: {speed:.0f}" for size, speed in speeds)
-            found = cosines(_vectors(scratch, system, part), expected[part.name][kept])
+            found = cosines(_vectors(scratch / system.name, part), expected[part.name][kept])
             result.cosine_mean, result.cosine_min = float(found.mean()), float(found.min())
 
 
@@ -317,13 +359,13 @@ def _speed(result: EncoderResult) -> float:
     return statistics.median(result.speeds)
 
 
-def _vectors(scratch: Path, system: System, workload: Workload) -> Vectors:
-    vectors: Vectors = np.load(scratch / system.name / f"{workload.name}.npy")
+def _vectors(folder: Path, workload: Workload) -> Vectors:
+    vectors: Vectors = np.load(folder / f"{workload.name}.npy")
     return vectors
 
 
-def _ask_prepare(process: WorkerProcess, workloads: Iterable[Workload]) -> Message:
-    return process.ask(do="prepare", workloads=[asdict(workload) for workload in workloads])
+def _ask(process: WorkerProcess, order: str, workloads: Iterable[Workload], **more: Any) -> Message:
+    return process.ask(do=order, workloads=[asdict(workload) for workload in workloads], **more)
 
 
 def _part(system: System, workload: Workload) -> tuple[Workload, list[int]]:

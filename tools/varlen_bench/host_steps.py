@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 from varlen.config import NO_LIMIT
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.writer import TextWriter, TokenBytes
+from varlen.decoding.token_edits import BadWords
 from varlen.execution.executor import InlineExecutor, Outputs, StepLauncher
 from varlen.execution.packing import PackedStep, pack_step
 from varlen.memory.blocks import BlockPool
@@ -32,12 +32,11 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Output, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.batch import MAX_STEPS, Batch
+from varlen.scheduling.batch import MAX_STEPS, Batch, GeneratedSequence
 from varlen.scheduling.device_plan import BeamStep, Chosen, DevicePlan, EditLimits, SampledToken
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen.telemetry.metrics import Stats
 from varlen_bench.harness.command import Output as OutputFile
 from varlen_bench.harness.command import Quick, Run, csv_path
@@ -135,7 +134,7 @@ def step_seconds(num_sequences: int, options: GenerationOptions) -> list[float]:
     chooser = TokenChooser(
         # all that is read of it: no checkpoint, and no request has a grammar
         cast(
-            Checkpoint,
+            "Checkpoint",
             SimpleNamespace(target_vocab_size=_VOCABULARY, translate=None, eos_token_ids=()),
         ),
         cast(Grammars, None),

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import typer
 
-from varlen.memory.planner import best_offset, largest_first
-from varlen.memory.usage import Size, Usage, conflicts, live_sizes
+from varlen.memory.planner import Size, Usage, best_offset, conflicts, largest_first, live_sizes
 from varlen_bench import pictures
 from varlen_bench.show_plan.maps import Area, Map
 from varlen_bench.show_plan.picture import draw, render

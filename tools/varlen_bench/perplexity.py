@@ -116,7 +116,7 @@ def _ours(folder: Path, texts: Sequence[Tensor], dtype: str) -> list[Tensor]:
     """Return logits of the steps of a generator that keeps codes."""
     import torch
 
-    from varlen.execution.int8.calibrated_models import CALIBRATION_KV, CalibratedDecoder
+    from varlen.execution.int8.layer_inputs import CALIBRATION_KV, CalibratedDecoder
     from varlen.execution.programs import record_steps
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.models.loading import load_decoder

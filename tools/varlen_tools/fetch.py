@@ -54,16 +54,18 @@ from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
-from varlen_tools.gliner_files import (
+from varlen_tools.local_server import end_on_sigterm
+from varlen_tools.make_tokenizer import (
     BACKBONE_FILES,
+    SOURCE_FILES,
     TEXTS_FIELD,
+    ConversionError,
     backbone_fields,
     backbone_name,
     complete,
+    make_tokenizer,
     missing_parts,
 )
-from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.make_tokenizer import SOURCE_FILES, ConversionError, make_tokenizer
 from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, find_source, parse_settings

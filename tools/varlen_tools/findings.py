@@ -11,8 +11,8 @@ from rich.table import Table
 
 from varlen.config import EngineConfig
 from varlen.models.checkpoint.files import TOKENIZER, has_file, read_object, read_text
-from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.quantized_tensors import BYTES, FLOATS
+from varlen.models.checkpoint.ranking import LateInteraction
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes

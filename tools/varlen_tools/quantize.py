@@ -13,12 +13,7 @@ from rich.console import Console
 
 from varlen.errors import ConfigError, VarlenError
 from varlen.execution.device import check_task_dtype
-from varlen.execution.int8.calibrated_models import (
-    CALIBRATION_KV,
-    CalibratedDecoder,
-    CalibratedEncoder,
-)
-from varlen.execution.int8.calibration import Calibration
+from varlen.execution.int8.calibration import BITS, Calibration
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.int8_model import (
     LEAST_TEXTS,
@@ -27,7 +22,11 @@ from varlen.execution.int8.int8_model import (
     calibrate,
     check_int8,
 )
-from varlen.execution.int8.quantization import BITS
+from varlen.execution.int8.layer_inputs import (
+    CALIBRATION_KV,
+    CalibratedDecoder,
+    CalibratedEncoder,
+)
 from varlen.execution.programs import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varlen.config import GenerationDefaults
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import TokenRules
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint.files import show
 from varlen.models.checkpoint.generation_config import read_sampling_fields

@@ -14,12 +14,12 @@ from torch import Tensor
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.grammar.grammars import Grammars
 from varlen.decoding.sampling.sampling import Sampler
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.search.beam_search import BeamSearch, DeviceSearch
 from varlen.decoding.search.searcher import Searcher
+from varlen.decoding.token_edits import BadWords
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Int32Array, new_tuple
-from varlen.scheduling.batch import Batch, Chunk
+from varlen.scheduling.batch import Batch, Chunk, GeneratedSequence
 from varlen.scheduling.device_plan import (
     BeamStep,
     Chosen,
@@ -29,7 +29,6 @@ from varlen.scheduling.device_plan import (
     SampledToken,
     SearchRules,
 )
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.functions import NOT_GIVEN
 
 # Limits of a row that is not drawn.

@@ -11,8 +11,7 @@ from varlen.errors import ConfigError
 from varlen.execution.device import device_memory, memory_of
 from varlen.execution.packing import largest_dims, with_adapted
 from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.planner import Layout, max_tokens_that_fit
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, Layout, max_tokens_that_fit
 from varlen.program.program import Program, State
 from varlen.program.rank import AttentionHeads
 from varlen_kernels.reference.paged import FP8

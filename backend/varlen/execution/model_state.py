@@ -44,8 +44,7 @@ from varlen.execution.programs import HIDDEN, LoadedPrograms
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.execution.token_state import Chooser, DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, moved
-from varlen.memory.planner import memory_errors
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, memory_errors
 from varlen.program.program import Program
 from varlen.request.request import (
     Bytes,

@@ -20,10 +20,10 @@ from varlen.execution.packing import (
     prompt_arrays,
     split_answers,
 )
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims
 from varlen.program.adapters import is_of_adapters
 from varlen.request.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions, Vectors
-from varlen.request.terms import terms_in_order
+from varlen.request.vectors import terms_in_order
 from varlen.scheduling.batch import Batch
 from varlen.tasks import Task
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims
 from varlen.program.adapters import AdaptedRows
 from varlen.request.request import (
     MAX_MASKS,

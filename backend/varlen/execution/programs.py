@@ -28,13 +28,13 @@ from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.cpu.stage_cut import agree_on_cut
 from varlen.execution.cuda.step_fusion import fuse_steps
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
-from varlen.execution.int8.calibrated_models import (
+from varlen.execution.int8.calibration import BITS, Codes, WeightBits, product_of, to_codes
+from varlen.execution.int8.int8_model import to_int8
+from varlen.execution.int8.layer_inputs import (
     CALIBRATION_KV,
     CalibratedDecoder,
     CalibratedEncoder,
 )
-from varlen.execution.int8.int8_model import to_int8
-from varlen.execution.int8.quantization import BITS, Codes, WeightBits, product_of, to_codes
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention

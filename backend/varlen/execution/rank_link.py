@@ -19,8 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from varlen.memory.planner import map_shared
-from varlen.memory.usage import Dims, Size
+from varlen.memory.planner import Dims, Size, map_shared
 from varlen.program.program import NO_STATES, Value
 from varlen.program.rank import ALONE, Rank
 from varlen.program.stages import NO_STAGES, Stage, StageProgram

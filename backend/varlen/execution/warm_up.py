@@ -22,15 +22,14 @@ from varlen.costs.model import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cuda.graphs import Bucket
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.cuda.timeout import call_within
+from varlen.execution.executor import call_within
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.one_shot import OneShot
 from varlen.execution.packing import pack_step
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Int32Array, Prompt, Request, RequestOptions, Source
-from varlen.scheduling.batch import Batch, Chunk
+from varlen.scheduling.batch import Batch, Chunk, GeneratedSequence, unanswered_sequences
 from varlen.scheduling.device_plan import Chosen, DevicePlan, Draws, Edits, SearchRules
-from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_kernels.reference.logit_edits import NO_SLOT
 
 if TYPE_CHECKING:

@@ -15,11 +15,9 @@ from varlen.config import RerankForm
 from varlen.errors import ConfigError, RequestError
 from varlen.in_process.model import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
-from varlen.intake.context_windows import ContextWindows
-from varlen.intake.found import Found
+from varlen.intake.found import ContextWindows, Found, SpanTexts
 from varlen.intake.long_texts import LongTextForm, LongTexts
 from varlen.intake.tokenization import Text
-from varlen.intake.word_prompts import SpanTexts
 from varlen.parameter import check_count
 from varlen.request.request import (
     Float32Array,
@@ -40,14 +38,15 @@ from varlen.request.spans import (
     Span,
     read_labels,
 )
-from varlen.request.terms import (
+from varlen.request.vectors import (
     DEFAULT_TOP_K,
     FilledToken,
     SparseVector,
+    VectorForm,
     largest_top_k,
+    read_spans,
     sparse_vector,
 )
-from varlen.request.vectors import VectorForm, read_spans
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.tasks import Task

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.intake.input_limits import InputLimits
-from varlen.intake.long_texts import LongTextRules
+from varlen.intake.found import WordPrompts
+from varlen.intake.long_texts import InputLimits, LongTextRules
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
 from varlen.intake.tokenization import Text, Tokenized, Tokenizer
-from varlen.intake.word_prompts import WordPrompts
 from varlen.parameter import refuse
 from varlen.request.request import (
     MAX_MASKS,

@@ -12,7 +12,7 @@ import numpy as np
 
 from varlen.errors import CheckpointError, ConfigError, RequestError, shorten
 from varlen.intake.tokenization import Tokenizer
-from varlen.models.checkpoint.late_interaction import LateInteraction
+from varlen.models.checkpoint.ranking import LateInteraction
 from varlen.models.checkpoint.sentence_transformers import Router
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Terms, Vectors

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.memory.planner import HOST_ALIGNMENT, HostPages, Layout, Pages, PlannedMemory
-from varlen.memory.usage import Dims
+from varlen.memory.planner import HOST_ALIGNMENT, Dims, HostPages, Layout, Pages, PlannedMemory
 
 _SUCCESS, _OUT_OF_MEMORY = 0, 2
 # Numbers of 4 bytes that keep what follows at an address of 16 bytes.

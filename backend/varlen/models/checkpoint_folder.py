@@ -14,10 +14,13 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks.extraction import load_extraction
 from varlen.models.blocks.heads import load_masked_lm
 from varlen.models.checkpoint.config_fields import (
+    FIELDS,
     IgnoredFields,
+    Quantization,
     check_ignored,
     check_known,
     check_unquantized,
+    read_quantization,
     unread_fields,
     without,
 )
@@ -50,14 +53,13 @@ from varlen.models.checkpoint.generation_config import (
     read_end_tokens,
     read_translate_settings,
 )
-from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE
 from varlen.models.checkpoint.layers import LayerReader
-from varlen.models.checkpoint.logit_score import (
+from varlen.models.checkpoint.ranking import (
     PAIR_FORMS,
+    STANFORD_ARCHITECTURE,
     check_score_tokens,
     find_logit_score,
 )
-from varlen.models.checkpoint.quantization import FIELDS, Quantization, read_quantization
 from varlen.models.checkpoint.sentence_transformers import (
     Router,
     SentenceSettings,

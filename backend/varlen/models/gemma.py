@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
-from varlen.models.blocks.attention import PackedAttention
+from varlen.models.blocks.attention import PackedAttention, read_rotary_tables
 from varlen.models.blocks.heads import Heads, read_output, read_top, suppress_tokens
 from varlen.models.blocks.layer_parts import RmsResidualStream, SourceAttention
-from varlen.models.blocks.rotary import read_rotary_tables
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import is_unread
 from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import RotaryPositions, read_rotary_tables
 from varlen.models.blocks.heads import Heads, read_top, record_output
 from varlen.models.blocks.layer_parts import Experts, FeedForward
-from varlen.models.blocks.rotary import RotaryPositions, read_rotary_tables
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.family import CLASSIFIERS, Family, HeadConfig, decoder_classes
 from varlen.models.checkpoint.files import (

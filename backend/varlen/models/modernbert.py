@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import rotary_table
 from varlen.models.blocks.heads import Heads
-from varlen.models.blocks.rotary import rotary_table
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.family import (
     Family,

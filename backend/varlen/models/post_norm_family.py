@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import alibi_by_distance, bias_by_distance, rotary_table
 from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.blocks.layer_parts import Experts, FeedForward
-from varlen.models.blocks.rotary import alibi_by_distance, bias_by_distance, rotary_table
 from varlen.models.checkpoint import config_fields
 from varlen.models.checkpoint.family import (
     Family,

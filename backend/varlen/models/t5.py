@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import bias_by_distance
 from varlen.models.blocks.heads import (
     Heads,
     TableNames,
@@ -32,7 +33,6 @@ from varlen.models.blocks.layer_parts import (
     record_encoder_layers,
     store_source,
 )
-from varlen.models.blocks.rotary import bias_by_distance
 from varlen.models.checkpoint import config_fields as declare
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.family import Family, HeadConfig

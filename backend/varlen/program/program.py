@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from varlen.memory.planner import Region
-from varlen.memory.usage import Dims, Shape, Size, Usage, fold, shapes_at
+from varlen.memory.planner import Dims, Region, Shape, Size, Usage, fold, shapes_at
 
 Attribute: TypeAlias = int | float | str
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from varlen.memory.usage import Shape, Size
+from varlen.memory.planner import Shape, Size
 from varlen.program.adapters import (
     AdaptedLayer,
     AdaptedRows,

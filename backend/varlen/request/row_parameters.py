@@ -21,7 +21,6 @@ from varlen.parameter import (
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import RequestOptions
 from varlen.request.schema import SCHEMA_TEXT, Schema, read_schema
-from varlen.request.scores import ScoreFunction
 from varlen.request.spans import (
     DEFAULT_ANSWER_TOKENS,
     DEFAULT_THRESHOLD,
@@ -30,7 +29,14 @@ from varlen.request.spans import (
     MAX_LABELS,
     read_labels,
 )
-from varlen.request.vectors import MAX_SPANS, SPANS_TEXT, VECTOR_DTYPES, VectorDType, read_spans
+from varlen.request.vectors import (
+    MAX_SPANS,
+    SPANS_TEXT,
+    VECTOR_DTYPES,
+    ScoreFunction,
+    VectorDType,
+    read_spans,
+)
 from varlen.tasks import LABEL_TASKS, ONE_SHOT_TASKS, PROMPTED_TASKS, Task
 
 MAX_PRIORITY = 9

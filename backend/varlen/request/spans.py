@@ -21,7 +21,7 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.parameter import MAX_INT32, check_count, read_json, refuse
 from varlen.request.request import Float32Array, Int32Array
-from varlen.request.scores import scores_of
+from varlen.request.vectors import scores_of
 
 # What a model scores with each label: spans of words; words that begin, end or continue a span; or spans for the labels
 # of a schema, the fields of GLiNER2.

@@ -32,8 +32,17 @@ from varlen.errors import (
     RequestCancelled,
 )
 from varlen.request.request import Bytes, Reply, Request
-from varlen.scheduling.batch import Batch, BatchResult, Event, SequenceOutput, add_writers
-from varlen.scheduling.sequence import Forecast, NewWriter, RequestState, SequenceState
+from varlen.scheduling.batch import (
+    Batch,
+    BatchResult,
+    Event,
+    Forecast,
+    NewWriter,
+    RequestState,
+    SequenceOutput,
+    SequenceState,
+    add_writers,
+)
 from varlen.telemetry.metrics import CountedMetric, Stats
 
 _log = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from varlen.wire.outputs import (
     ScoredPairs,
     SeveralAnswers,
 )
-from varlen.wire.rows import DEFAULT_MAX_ROWS, Tensors, read_request
-from varlen.wire.tokenizer import TokenizerAnswer
+from varlen.wire.rows import DEFAULT_MAX_ROWS, Tensors, TokenizerAnswer, read_request
 
 if TYPE_CHECKING:
     from varlen.service.generation import GeneratorParts

@@ -21,8 +21,7 @@ from varlen.execution.model_info import ModelInfo
 from varlen.models.checkpoint.weights import locate_weights, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Request
-from varlen.scheduling.batch import Batch, BatchResult
-from varlen.scheduling.sequence import unanswered_sequences
+from varlen.scheduling.batch import Batch, BatchResult, unanswered_sequences
 
 _log = logging.getLogger(__name__)
 

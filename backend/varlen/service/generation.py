@@ -12,17 +12,21 @@ from varlen.config import SHORT_TOKENS, EngineConfig
 from varlen.decoding.checkpoint_rules import RequestDefaults, request_defaults, search_rules
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import MAX_COMPILING, GrammarHold, Grammars
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.writer import TextWriter, TokenBytes
+from varlen.decoding.token_edits import BadWords
 from varlen.errors import ConfigError, RequestError
-from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, usable_cores
-from varlen.execution.executor import InlineExecutor, ModelExecutor, OverlappingExecutor
+from varlen.execution.executor import (
+    InlineExecutor,
+    ModelExecutor,
+    OverlappingExecutor,
+    with_timeout,
+)
 from varlen.execution.model_info import ModelInfo, edit_limits, limit_notes, queue_limit, text_limit
 from varlen.execution.workers.steps import StepModel, load_step_model
 from varlen.intake.checks import Intake
-from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import InputLimits
 from varlen.intake.pool import PoolLimits, TokenizerPool
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
@@ -31,11 +35,11 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions, check_search
 from varlen.request.request import Draft, Output, Prompt, Reply, Request, TokenizationTask
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.batch import GeneratedSequence, OutputWriter
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.iteration import IterationScheduler
 from varlen.scheduling.iteration.speculation import Speculation
 from varlen.scheduling.iteration.step_size import StepLimits
-from varlen.scheduling.sequence import GeneratedSequence, OutputWriter
 from varlen.service.service import MEGABYTE, Service, generation_sandbox, log_notes
 from varlen.tasks import Task
 from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
@@ -43,7 +47,7 @@ from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
 _log = logging.getLogger(__name__)
 
 # Most steps of searches in one launch: more would save less than a fiftieth of a step of a tiny model.
-_LAUNCH_STEPS = 8
+_LAUNCH_STEPS = 16
 
 
 def submit_with_grammar(

@@ -16,11 +16,10 @@ from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo, limit_notes, queue_limit, text_limit
 from varlen.execution.workers.worker import Workers, load_workers
 from varlen.intake.checks import Intake, PairTemplate
-from varlen.intake.input_limits import InputLimits
-from varlen.intake.long_texts import MAX_WINDOWED_BYTES, LongTextRules
+from varlen.intake.found import ApartLabelTokens, WordPrompts
+from varlen.intake.long_texts import MAX_WINDOWED_BYTES, InputLimits, LongTextRules
 from varlen.intake.roles import mask_token, roles_of
 from varlen.intake.tokenization import Tokenized, Tokenizer
-from varlen.intake.word_prompts import ApartLabelTokens, WordPrompts
 from varlen.memory.memory_use import AdapterUse
 from varlen.models.checkpoint.extraction import LABELS_TOKENIZER
 from varlen.models.checkpoint.sentence_transformers import ROUTER_TABLE
@@ -28,7 +27,7 @@ from varlen.models.checkpoint.vector_layers import DenseConfig, pools_spans
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Prompt, Reply, Request, Terms
-from varlen.request.terms import terms_in_order
+from varlen.request.vectors import terms_in_order
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler

@@ -32,12 +32,14 @@ from varlen.request.request import (
 )
 from varlen.request.row_parameters import COMMON_PARAMETERS, ROW_PARAMETERS, RowParameters
 from varlen.tasks import TASKS
-from varlen.wire.rows import Tensors, deadline_seconds, read_parameters
-from varlen.wire.tokenizer import (
+from varlen.wire.rows import (
     ChatText,
+    Tensors,
     TokenizerAnswer,
     chat_draft,
     check_operation,
+    deadline_seconds,
+    read_parameters,
     tokenizer_draft,
 )
 

@@ -24,15 +24,16 @@ from varlen.models.checkpoint.family import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array, Output, Request, TokenizationTask, split_outputs
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix
-from varlen.request.scores import ScoreFunction, scores_of
-from varlen.request.terms import (
+from varlen.request.vectors import (
     DEFAULT_TOP_K,
+    ScoreFunction,
+    VectorForm,
     largest_top_k,
     mask_tensors,
+    scores_of,
     sparse_tensors,
     sparse_vector,
 )
-from varlen.request.vectors import VectorForm
 from varlen.tasks import (
     TASKS,
     Task,

@@ -7,7 +7,7 @@ import torch
 
 from tests.backend.requests import request_of
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.batch import RequestState
 
 
 def sequences_of(*prompt, generated=(), **options):

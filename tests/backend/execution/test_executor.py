@@ -11,8 +11,7 @@ import pytest
 from varlen.costs.model import BatchShape
 from varlen.execution.executor import InlineExecutor
 from varlen.execution.thread_executor import CoreShare, ThreadExecutor
-from varlen.scheduling.batch import Batch
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.batch import Batch, RequestState
 
 from ..fakes.engine_parts import Clock
 from ..requests import request_of

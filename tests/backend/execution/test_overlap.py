@@ -23,8 +23,7 @@ from varlen.execution import runner as runner_module
 from varlen.execution import warm_up as warm_up_module
 from varlen.execution.cuda.graphs import Buckets
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.cuda.timeout import TimedExecutor
-from varlen.execution.executor import OverlappingExecutor
+from varlen.execution.executor import OverlappingExecutor, TimedExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.workers.worker import Workers, load_workers
@@ -32,8 +31,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Request
-from varlen.scheduling.batch import Batch
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.batch import Batch, RequestState
 from varlen.service import one_shot
 from varlen.service.costs import warm_up
 from varlen.service.one_shot import EncoderParts

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from varlen.execution.packing import step_arrays, step_dims
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
-from varlen.scheduling.batch import Chunk
-from varlen.scheduling.sequence import GeneratedSequence, RequestState
+from varlen.scheduling.batch import Chunk, GeneratedSequence, RequestState
 
 
 def sequence_of_source(length):

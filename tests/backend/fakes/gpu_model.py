@@ -3,8 +3,7 @@
 import math
 
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.cuda.timeout import with_timeout
-from varlen.execution.executor import OverlappingExecutor
+from varlen.execution.executor import OverlappingExecutor, with_timeout
 from varlen.request.request import Request, RequestOptions
 from varlen.scheduling.engine import Engine
 from varlen.telemetry.metrics import Stats

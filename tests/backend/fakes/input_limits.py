@@ -1,6 +1,6 @@
 """Input limits of a model of 12 tokens, whose arena fits its longest sequence."""
 
-from varlen.intake.input_limits import InputLimits
+from varlen.intake.long_texts import InputLimits
 
 
 def input_limits(max_text_bytes=4000):

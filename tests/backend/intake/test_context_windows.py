@@ -5,8 +5,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from varlen.intake.context_windows import ContextWindows
-from varlen.intake.input_limits import InputLimits
+from varlen.intake.found import ContextWindows
+from varlen.intake.long_texts import InputLimits
 from varlen.intake.tokenization import Tokenizer as Intake
 from varlen.request.spans import QuestionForm
 

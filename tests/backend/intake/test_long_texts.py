@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from varlen.errors import RequestError
 from varlen.intake import tokenization
 from varlen.intake.checks import Intake
-from varlen.intake.input_limits import InputLimits
-from varlen.intake.long_texts import LongTextForm, LongTextRules, LongTexts
+from varlen.intake.long_texts import InputLimits, LongTextForm, LongTextRules, LongTexts
 from varlen.intake.roles import TextRole, TextRoles
 from varlen.intake.tokenization import Tokenizer
 from varlen.request.row_parameters import NO_PREFIX, TextPrefix

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.planner import HighWater, Layout, memory_errors
-from varlen.memory.usage import Size, Usage, fold
+from varlen.memory.planner import HighWater, Layout, Size, Usage, fold, memory_errors
 
 CPU = torch.device("cpu")
 WIDE = 4096

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.planner import Layout, max_tokens_that_fit
-from varlen.memory.usage import Size, Usage, fold
+from varlen.memory.planner import Layout, Size, Usage, fold, max_tokens_that_fit
 
 from .plan_checker import overlaps, peak_live
 

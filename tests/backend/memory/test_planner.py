@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.planner import plan
-from varlen.memory.usage import Size, Usage, conflicts
+from varlen.memory.planner import Size, Usage, conflicts, plan
 
 from .plan_checker import overlaps, peak_live
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.usage import Size, Usage, conflicts, fold, live_sizes
+from varlen.memory.planner import Size, Usage, conflicts, fold, live_sizes
 
 from .plan_checker import peak_live
 

@@ -9,7 +9,7 @@ from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import SMALL, change_tensors, set_fields, write_file
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.models.blocks.rotary import alibi_by_distance
+from varlen.models.blocks.attention import alibi_by_distance
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint_folder import Checkpoint
 

@@ -10,7 +10,7 @@ from tests.checkpoints import save_checkpoint, set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.question_pipeline import QuestionPipeline
 from varlen import Encoder
-from varlen.intake.context_windows import ContextWindows
+from varlen.intake.found import ContextWindows
 from varlen.request.spans import QuestionForm
 
 from ..refusals import refused_checkpoint, refused_request

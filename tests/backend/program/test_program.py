@@ -13,8 +13,7 @@ from varlen.config import EngineConfig
 from varlen.execution.packing import dims_of
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
-from varlen.memory.planner import Layout
-from varlen.memory.usage import Size, Usage
+from varlen.memory.planner import Layout, Size, Usage
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch, bytes_of
 from varlen.program.recorder import Recorder

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.closeness import assert_close
 from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
-from varlen.memory.planner import Layout
-from varlen.memory.usage import Size
+from varlen.memory.planner import Layout, Size
 from varlen.program.program import PackedBatch
 from varlen.program.rank import AttentionHeads
 from varlen.program.recorder import Recorder

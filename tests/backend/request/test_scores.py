@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from varlen.request.scores import scores_of
+from varlen.request.vectors import scores_of
 
 # Half a last place of fp32, also of subnormal numbers, whose last place is fixed.
 ROUNDING, SMALLEST = 2.0**-24, 2.0**-150

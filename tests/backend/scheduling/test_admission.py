@@ -12,8 +12,7 @@ from tests.backend.scheduling.one_shot.waiting import request_of
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission, Work
-from varlen.scheduling.batch import Batch
-from varlen.scheduling.sequence import Forecast
+from varlen.scheduling.batch import Batch, Forecast
 
 NO_TIME = Forecast(0.0, 0.0)
 

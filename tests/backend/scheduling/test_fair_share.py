@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.fair_share import RANK_UNIT, FairShare
+from varlen.scheduling.admission import RANK_UNIT, FairShare
 
 _SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 # tenant, size, weight

@@ -15,10 +15,10 @@ from tests.checkpoints import pooling_files, save_checkpoint
 from tests.server.clients import AnswerError, texts
 from tests.server.serving import add_model, load, unload
 from varlen.errors import ConfigError
-from varlen.execution.int8.calibrated_models import CalibratedEncoder
 from varlen.execution.int8.calibration import file_name
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.int8_model import calibrate, check_int8
+from varlen.execution.int8.layer_inputs import CalibratedEncoder
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 

@@ -1,9 +1,13 @@
-"""The gateway with LangChain and LlamaIndex, if installed: embeddings, and an agent."""
+"""The gateway with LangChain, litellm, and LlamaIndex if installed: embeddings, tools, and an agent."""
 
 import asyncio
+import importlib
+import json
 
+import langchain_openai
 import numpy as np
 import pytest
+from langchain import agents
 
 from .conftest import http_client
 from .fake_models import vector_of
@@ -41,8 +45,6 @@ def assert_vectors(found):
 
 
 def test_langchain(embed, calls):
-    langchain_openai = pytest.importorskip("langchain_openai")
-
     found = embed(
         lambda transport: langchain_openai.OpenAIEmbeddings(
             model="embedder",
@@ -77,8 +79,6 @@ def test_llama_index(embed):
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chats", "responses"])
 def test_an_agent_of_langchain_calls_a_tool(make_app, calls, model, path, streams):
-    langchain_openai = pytest.importorskip("langchain_openai")
-    agents = pytest.importorskip("langchain.agents")
     model("qwen3", "<think>I add</think>", FAMILIES["qwen3"].call)
     called = []
 
@@ -105,3 +105,33 @@ def test_an_agent_of_langchain_calls_a_tool(make_app, calls, model, path, stream
 
     assert called == [ARGUMENTS]
     assert answer["messages"][-1].text == "It is 3."
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_litellm_calls_a_tool(ask, model, streams, monkeypatch):
+    # otherwise its import asks for a list of prices
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = importlib.import_module("litellm")
+    model("qwen3", "<think>I add</think>", FAMILIES["qwen3"].call)
+    add = {"type": "object", "properties": {name: {} for name in ARGUMENTS}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": add}}
+
+    async def call(client):
+        messages = [{"role": "user", "content": "add 1 and 2"}]
+        answer = await litellm.acompletion(
+            "openai/writer", messages, tools=[tool], stream=streams, client=client
+        )
+        if not streams:
+            return answer, answer.choices[0].finish_reason
+        chunks = [chunk async for chunk in answer]
+        # litellm's own builder takes the reason of the last chunk, which has none
+        (reason,) = filter(None, (chunk.choices[0].finish_reason for chunk in chunks))
+        return litellm.stream_chunk_builder(chunks), reason
+
+    answer, reason = ask(call)
+
+    message = answer.choices[0].message
+    (called,) = message.tool_calls
+    assert (reason, called.function.name) == ("tool_calls", "add")
+    assert json.loads(called.function.arguments) == ARGUMENTS
+    assert message.reasoning_content == "I add"

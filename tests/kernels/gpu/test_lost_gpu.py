@@ -21,13 +21,13 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.model import BatchShape
-from varlen.execution.cuda.timeout import TimedExecutor
+from varlen.execution.executor import TimedExecutor
 from varlen.execution.executor import OverlappingExecutor
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Prompt, Request
 from varlen.scheduling.batch import Batch
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.batch import RequestState
 
 config = EngineConfig(device="cuda", dtype="fp32", max_batch_tokens=64, max_sequence_tokens=32)
 runner = Runner(Checkpoint.open(Path(sys.argv[1])), config)

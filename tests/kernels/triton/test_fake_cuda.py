@@ -19,7 +19,7 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.token_edits import BadWords
 from varlen.execution.cuda.runner import CudaSteps
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
@@ -31,9 +31,8 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import bytes_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
-from varlen.scheduling.batch import Chunk
+from varlen.scheduling.batch import Chunk, GeneratedSequence, unanswered_sequences
 from varlen.scheduling.device_plan import BeamStep, SampledToken
-from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
 from varlen_bench.gpu_report import ahead, decoders, encoders, figures
 from varlen_bench.gpu_report.decoders import DecoderGrid, decode_chunks, prompt_chunk, step_of
 from varlen_bench.gpu_report.encoders import EncoderGrid

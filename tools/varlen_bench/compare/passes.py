@@ -158,4 +158,6 @@ def _recorder(answers: Sequence[Answer], began: float) -> OnTokens:
 
 
 def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
+    # even a sleep of no time lets other threads run, between two requests that are due
+    if (left := moment - time.perf_counter()) > 0.0:
+        time.sleep(left)

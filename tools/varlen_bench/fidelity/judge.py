@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from varlen.request.scores import scores_of
+from varlen.request.vectors import scores_of
 from varlen_bench.harness.rows import Cell
 from varlen_tools.doctor.comparison import compare_values
 

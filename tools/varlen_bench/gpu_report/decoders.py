@@ -20,8 +20,7 @@ from varlen.execution.runner import Runner
 from varlen.in_process.generator import Generation, Generator
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions
-from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
+from varlen.scheduling.batch import Batch, Chunk, GeneratedSequence, unanswered_sequences
 from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from varlen_kernels import CPU_LEVEL_VARIABLE
-
 # Instruction sets that decide the speed of bf16 and int8.
 _INSTRUCTION_SETS = ("avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _SPEED_SECONDS = 0.2
@@ -27,6 +25,9 @@ def cpu_count() -> int:
 
 def cpu_name() -> str:
     """Return the name of the CPU, its instruction sets, and a lower level."""
+    # not in the environments of other engines
+    from varlen_kernels import CPU_LEVEL_VARIABLE
+
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())

@@ -18,8 +18,7 @@ from varlen.execution.cuda.graphs import Buckets
 from varlen.execution.packing import InputLayout, fill_inputs, prompt_arrays
 from varlen.execution.runner import Runner
 from varlen.memory.arena import alignment_of
-from varlen.memory.planner import Region
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, Region
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch, Program
 from varlen.request.request import Prompt, RequestOptions

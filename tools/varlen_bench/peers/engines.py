@@ -238,8 +238,15 @@ def interpreter(engine: EngineName) -> Path | None:
         RuntimeError: the environment does not exist.
     """
     name = _ENVIRONMENTS.get(engine)
-    if name is None:
-        return None
+    return None if name is None else peer_python(name)
+
+
+def peer_python(name: str) -> Path:
+    """Return the Python of the environment of a file of requirements beside this one.
+
+    Raises:
+        RuntimeError: the environment does not exist.
+    """
     python = _ROOT / ".venv" / f"peers-{name}" / "bin/python"
     if not python.exists():
         raise RuntimeError(f"its environment is missing: make .venv/peers-{name}/stamp")

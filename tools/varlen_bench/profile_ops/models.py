@@ -16,7 +16,7 @@ from varlen.costs.model import BatchShape
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.chooser import TokenChooser
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.token_edits import BadWords
 from varlen.errors import ConfigError
 from varlen.execution.model_info import edit_limits
 from varlen.execution.runner import Runner
@@ -31,8 +31,7 @@ from varlen.request.request import (
     RequestOptions,
     Source,
 )
-from varlen.scheduling.batch import Batch, Chunk
-from varlen.scheduling.sequence import GeneratedSequence, unanswered_sequences
+from varlen.scheduling.batch import Batch, Chunk, GeneratedSequence, unanswered_sequences
 from varlen.service.service import generation_sandbox
 from varlen_bench.profile_ops.timed import Breakdown, TimedKernels, measure
 from varlen_kernels.ops import kernels_for

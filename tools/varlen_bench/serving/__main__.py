@@ -27,11 +27,12 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import flatness
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import engines
-from varlen_bench.serving import perf_analyzer, report
+from varlen_bench.serving import gateway, perf_analyzer, report
 from varlen_bench.serving.server import (
     DYNAMIC_BATCHER,
     LONE,
     OURS,
+    OURS_FP32,
     PAIRED,
     SYSTEMS,
     Served,
@@ -47,8 +48,22 @@ from varlen_tools.local_server import ServerError, end_on_sigterm
 from varlen_tools.tables import Table
 
 # By what is measured: seconds of a load, in full and quick; the systems that run if none are chosen, all if empty.
-_SECONDS = {"": (6.0, 2.5), "paired": (6.0, 2.5), "overload": (120.0, 10.0), "lone": (2.0, 1.0)}
-_DEFAULT_SYSTEMS = {"": "", "paired": ",".join(PAIRED), "overload": OURS, "lone": ",".join(LONE)}
+_SECONDS = {
+    "": (6.0, 2.5),
+    "paired": (6.0, 2.5),
+    "overload": (120.0, 10.0),
+    "lone": (2.0, 1.0),
+    "gateway": (2.0, 1.0),
+}
+_DEFAULT_SYSTEMS = {
+    "": "",
+    "paired": ",".join(PAIRED),
+    "overload": OURS,
+    "lone": ",".join(LONE),
+    "gateway": OURS_FP32,
+}
+# Turns of systems that take turns.
+_TURNS = {"lone": 3, "gateway": 5}
 
 
 # What a server or its generator may raise; anything else is a fault of the benchmark.
@@ -95,6 +110,10 @@ class ServingSubject(Subject[Row]):
     lone: Annotated[
         bool, typer.Option("--lone", help="Only requests one by one, of 3 to 512 tokens, by turns.")
     ] = False
+    gateway: Annotated[
+        bool,
+        typer.Option("--gateway", help="Only /v1/embeddings of the gateway beside gRPC, by turns."),
+    ] = False
     paired: Annotated[
         int,
         typer.Option(
@@ -114,14 +133,14 @@ class ServingSubject(Subject[Row]):
     @property
     def kind(self) -> str:
         """What is measured; empty: how much each system sustains."""
-        if self.lone:
-            return "lone"
+        if self.lone or self.gateway:
+            return "lone" if self.lone else "gateway"
         return "overload" if self.overload else "paired" if self.paired else ""
 
     @property
     def bench_name(self) -> str:
         """Name of the BENCH line."""
-        return f"serving_{self.kind}" if self.lone or self.overload else self.name
+        return f"serving_{self.kind}" if self.kind not in ("", "paired") else self.name
 
     def prepare(self) -> None:
         """Check the options."""
@@ -133,7 +152,7 @@ class ServingSubject(Subject[Row]):
             systems=chosen_systems(self.only or _DEFAULT_SYSTEMS[kind], quick=quick),
             mixes=self._mixes(),
             seconds=self.seconds or _SECONDS[kind][quick],
-            turns=self.paired or (1 if quick else 3 if self.lone else 2),
+            turns=self.paired or (1 if quick else _TURNS.get(kind, 2)),
             quick=quick,
             peer_batch=self.peer_batch,
             threads=self.cores,
@@ -145,6 +164,8 @@ class ServingSubject(Subject[Row]):
         limit = Checkpoint.open(self.model).position_limit
         if self.lone:
             return lone_mixes(limit)
+        if self.gateway and not self.lengths:
+            return [gateway.text_mix(limit)]
         if self.trace is not None:
             return [trace_mix(self.trace, limit)]
         names = self.lengths or ("uniform" if self.quick or self.overload else ",".join(MIXES))
@@ -156,6 +177,9 @@ class ServingSubject(Subject[Row]):
             TemporaryDirectory(prefix="varlen-serving-") as scratch,
             half_a_busy_core() if self.busy else nullcontext(),
         ):
+            if self.gateway:
+                yield from gateway.compare(self.settings, Path(scratch), progress)
+                return
             test = LoadTest(self.settings, Path(scratch), report=progress)
             if self.lone:
                 yield from test.send_one_by_one()
@@ -173,12 +197,14 @@ class ServingSubject(Subject[Row]):
 
     def tables(self, results: Sequence[Row]) -> list[Table | str]:
         """Return the tables, and what did not run."""
-        return [*report.tables(results), *report.notes(results)]
+        return [*report.tables(results), *gateway.tables(results), *report.notes(results)]
 
     def figures(self, results: Sequence[Row]) -> dict[str, Cell]:
         """Return the keys of the BENCH line."""
         if self.lone:
             return report.lone_figures(results, self.settings.mixes)
+        if self.gateway:
+            return gateway.figures(results)
         if self.overload:
             return report.overload_figures(results)
         return report.bench_figures(results, self.settings.mixes)
@@ -247,7 +273,9 @@ class LoadTest:
                     self._check(served)
                 measure(*started)
         except _FAULTS as error:
-            self.rows.append(Row("", names, "failed", note=f"did not run on: {reason(error)}"))
+            self.rows.append(
+                Row("", names, "failed", note=f"did not run on: {report.reason(error)}")
+            )
         return self.rows[begin:]
 
     def _check(self, served: Served) -> None:
@@ -311,7 +339,9 @@ class LoadTest:
             requests = load.token_ids(self._settings.vocabulary)
             row = perf_analyzer.measure(served.address, system.name, load, requests)
         except (RuntimeError, ServerError) as error:
-            row = Row(mix.label, system.name, "failed", note=f"perf_analyzer: {reason(error)}")
+            row = Row(
+                mix.label, system.name, "failed", note=f"perf_analyzer: {report.reason(error)}"
+            )
         self.rows.append(row)
 
     def _measure_in_turns(self, *systems: Served) -> None:
@@ -395,15 +425,6 @@ def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
         "transformers", settings.model, "fp32", cores=engines.Cores(1, settings.threads)
     )
     return requests, np.concatenate([embed([ids]) for ids in requests])
-
-
-def reason(error: Exception) -> str:
-    """Return the line of an error that explains most, such as the server's own reason."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if "failed to load '" in line and ": " in line]
-    text = reasons[0].split("version 1: ")[-1] if reasons else (lines or [type(error).__name__])[0]
-    # a Python traceback follows the reason, on the same line of the log
-    return text.split("\\n\\nAt:")[0].strip(' "')
 
 
 # Parts of the capacity: the first load, and one that is too much.

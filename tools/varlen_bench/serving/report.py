@@ -280,6 +280,15 @@ def notes(rows: Iterable[Row]) -> list[str]:
     ]
 
 
+def reason(error: Exception) -> str:
+    """Return the line of an error that explains most, such as the server's own reason."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if "failed to load '" in line and ": " in line]
+    text = reasons[0].split("version 1: ")[-1] if reasons else (lines or [type(error).__name__])[0]
+    # a Python traceback follows the reason, on the same line of the log
+    return text.split("\\n\\nAt:")[0].strip(' "')
+
+
 def page(rows: Sequence[Row], figures: Mapping[str, Cell], run: Provenance) -> str:
     """Return the page: figures of the BENCH line, picture, tables, every load."""
     origin = f"{run.date}, {run.revision}, {run.cpu}; {run.versions}; {run.command}"

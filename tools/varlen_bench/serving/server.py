@@ -34,6 +34,7 @@ from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.engines import Precision
 from varlen_bench.peers.exports import exported
 from varlen_bench.workers.serving import INPUT, OUTPUT, Load, Row
+from varlen_bench.workers.sockets import COUNT, TEXT
 from varlen_bench.workloads import Mix
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
@@ -65,6 +66,8 @@ class ServedSystem(NamedEngine):
     parameters: Mapping[str, str] = field(default_factory=dict)
     # models of one server; requests go to one after another
     copies: int = 1
+    # whether our backend gets texts, as from the gateway; else token ids
+    takes_texts: bool = False
 
     @property
     def models(self) -> list[str]:
@@ -228,8 +231,13 @@ def _config(system: ServedSystem, settings: Settings, parameters: Mapping[str, s
     lines = [
         f'backend: "{"varlen" if system.is_ours else "python"}"',
         f"max_batch_size: {64 if system.is_ours else peer_batch}",
-        f'input [ {{ name: "{INPUT}" data_type: TYPE_INT64 dims: [ -1 ] {ragged} }} ]',
+        f'input [ {{ name: "{TEXT}" data_type: TYPE_STRING dims: [ 1 ] }} ]'
+        if system.takes_texts
+        else f'input [ {{ name: "{INPUT}" data_type: TYPE_INT64 dims: [ -1 ] {ragged} }} ]',
         f'output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ {hidden} ] }} ]',
+        f'output [ {{ name: "{COUNT}" data_type: TYPE_INT32 dims: [ 1 ] }} ]'
+        if system.takes_texts
+        else "",
         f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]",
         "dynamic_batching { max_queue_delay_microseconds: 0 }" if system.dynamic else "",
     ]
@@ -241,7 +249,7 @@ def _config(system: ServedSystem, settings: Settings, parameters: Mapping[str, s
 
 
 _WORKER = "varlen_bench.workers.serving"
-_READY_SECONDS = 240.0
+READY_SECONDS = 240.0
 # Our backend updates its metrics twice a second.
 _FLUSH_SECONDS = 1.5
 _POLL_SECONDS = 0.05
@@ -317,7 +325,7 @@ def serve(system: ServedSystem, settings: Settings, scratch: Path) -> Iterator[S
         if system.revision:
             arguments.append(f"--backend-directory={backends_at(system.revision, scratch)}")
         with LocalServer(folder, arguments=arguments, environment=environment) as server:
-            server.wait_ready(_READY_SECONDS)
+            server.wait_ready(READY_SECONDS)
             address = server.grpc_url.removeprefix("grpc://")
             argument = {"address": address, "vocabulary": settings.vocabulary}
             with WorkerProcess(_WORKER, argument, scratch / "log", threads=1) as generator:

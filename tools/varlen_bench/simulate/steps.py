@@ -14,11 +14,10 @@ from varlen.memory.blocks import BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import GeneratedPart
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.batch import Batch, BatchResult
+from varlen.scheduling.batch import Batch, BatchResult, GeneratedSequence
 from varlen.scheduling.device_plan import BeamAnswer, SampledToken
 from varlen.scheduling.iteration.iteration import GenerationCounts, IterationScheduler
 from varlen.scheduling.iteration.step_size import StepLimits
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen_bench.simulate.command import MILLISECONDS
 from varlen_bench.simulate.costs import StepCosts, kv_tokens
 from varlen_bench.simulate.virtual import (

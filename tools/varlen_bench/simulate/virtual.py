@@ -19,9 +19,8 @@ import numpy as np
 from varlen.errors import VarlenError
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Output, Prompt, Request, RequestOptions
-from varlen.scheduling.batch import Batch, BatchResult
+from varlen.scheduling.batch import Batch, BatchResult, NewWriter
 from varlen.scheduling.engine import Engine, Scheduler
-from varlen.scheduling.sequence import NewWriter
 from varlen.telemetry.metrics import Stats
 from varlen_bench.workloads import Arrival
 

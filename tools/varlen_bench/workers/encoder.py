@@ -86,17 +86,27 @@ class BatchWorker(ABC, Generic[_Engine, _Answer]):
     def vectors(self, name: str) -> Vectors:
         """Return the vectors of a whole workload that are compared, in order of arrival."""
 
-    def prepare(self, workloads: list[Workload], folder: Path) -> Message:
-        """Calibrate, warm up, and save the vectors of each workload."""
+    def calibrate_all(self, workloads: list[Workload]) -> Message:
+        """Return the batch size of each workload, its label, and tokens/s of each candidate."""
         self.workloads = {workload.name: workload for workload in workloads}
         calibrations = {name: self.calibrate(name) for name in self.workloads}
         if any(calibrations.values()):
             # a fresh engine: the old one holds memory that larger candidates needed
             self.engine = self._load()
+        batchings = {name: self._label(size) for name, size in self.sizes.items()}
+        return {"calibration": calibrations, "batching": batchings, "sizes": self.sizes}
+
+    def prepare(self, workloads: list[Workload], sizes: dict[str, int], folder: Path) -> Message:
+        """Warm up and save the vectors of each workload.
+
+        Args:
+            sizes: batch sizes by workload, of systems that were calibrated.
+        """
+        self.workloads = {workload.name: workload for workload in workloads}
+        self.sizes = dict.fromkeys(self.workloads, self._system.size) | sizes
         for name in self.workloads:
             np.save(folder / f"{name}.npy", self.vectors(name))
-        batchings = {name: self._label(size) for name, size in self.sizes.items()}
-        return {"calibration": calibrations, "batching": batchings}
+        return {}
 
     def measure(self, name: str) -> Message:
         """Time one pass over a workload, or the mean of several."""
@@ -186,7 +196,9 @@ def handler(
         if order["do"] == "measure":
             return worker.measure(order["workload"])
         workloads = [Workload(**workload) for workload in order["workloads"]]
-        return worker.prepare(workloads, Path(argument["scratch"]))
+        if order["do"] == "calibrate":
+            return worker.calibrate_all(workloads)
+        return worker.prepare(workloads, order["sizes"], Path(argument["scratch"]))
 
     return handle
 

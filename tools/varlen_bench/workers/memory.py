@@ -30,8 +30,7 @@ from varlen.execution.one_shot import OneShot, ProgramRunner
 from varlen.execution.packing import dims_of, largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
-from varlen.memory.planner import Region
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, Region
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import CallOp, PackedBatch, Program, State, Value
 from varlen.request.request import Prompt, RequestOptions

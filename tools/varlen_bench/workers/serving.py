@@ -38,7 +38,16 @@ _WANTED = [InferRequestedOutput(OUTPUT)]
 # gRPC's words for a lost connection; a full queue has the same status.
 _CONNECTION = re.compile(r"connect|socket|goaway|stream removed|recvmsg", re.IGNORECASE)
 Kind: TypeAlias = Literal[
-    "closed", "load", "most", "paired", "overload", "lone", "perf_analyzer", "result", "failed"
+    "closed",
+    "load",
+    "most",
+    "paired",
+    "overload",
+    "lone",
+    "gateway",
+    "perf_analyzer",
+    "result",
+    "failed",
 ]
 # Seconds at the beginning of a load that are not measured.
 WARMUP_SECONDS = 1.0

@@ -20,8 +20,7 @@ from varlen.intake.tokenization import Text, Tokenizer
 from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
-from varlen.request.scores import scores_of
-from varlen.request.terms import SparseVector
+from varlen.request.vectors import SparseVector, scores_of
 from varlen.service.costs import save_int8_price
 from varlen.service.generation import GeneratorParts
 from varlen.service.one_shot import EncoderParts

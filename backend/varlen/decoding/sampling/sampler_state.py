@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from varlen.decoding.grammar.compiled_grammar import BoolArray, Matcher
 from varlen.decoding.grammar.grammars import Grammars
-from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, BadWords
+from varlen.decoding.token_edits import NOTHING_FORBIDDEN, BadWords
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.request.request import Float32Array, Int32Array
+from varlen.scheduling.batch import GeneratedSequence
 from varlen.scheduling.device_plan import Edits
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.reference.logit_edits import EDIT_COLUMNS, KEPT, NO_BIAS, UNSEEN
 
 

@@ -28,11 +28,11 @@ from varlen.decoding.sampling.sampler_state import (
     edits_of,
     uniform_numbers,
 )
-from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.token_edits import BadWords
 from varlen.memory.arena import moved
 from varlen.request.request import TokenLogprobs
+from varlen.scheduling.batch import GeneratedSequence
 from varlen.scheduling.device_plan import Draws, EditLimits, Edits, SampledToken
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.cpu.choices import best_tokens
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.logit_edits import NO_SLOT, EditLists, EditState

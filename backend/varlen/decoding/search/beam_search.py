@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
@@ -24,8 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.decoding.sampling.sampler_state import random_key, uniform_range
-from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens, bias_arrays
-from varlen.decoding.search.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
+from varlen.decoding.token_edits import (
+    NOTHING_FORBIDDEN,
+    ForbiddenTokens,
+    TokenEditor,
+    TokenEdits,
+    TokenHistory,
+    TokenRules,
+    bias_arrays,
+)
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import FinishReason, Float32Array, Int32Array
 from varlen.scheduling.device_plan import NOT_TAKEN, BeamAnswer, BeamStep, SearchRules
@@ -33,7 +41,7 @@ from varlen.scheduling.device_plan import NOT_TAKEN, BeamAnswer, BeamStep, Searc
 # Score, index of the parent, and token. The score is the sum of log probabilities.
 Candidate: TypeAlias = tuple[float, int, int]
 # The divisors that `SearchRules` has, step by step.
-Divisors: TypeAlias = list[tuple[float, float]]
+Divisors: TypeAlias = tuple[tuple[float, float], ...]
 
 by_score = itemgetter(0)
 
@@ -163,8 +171,21 @@ def stops_when_full(options: GenerationOptions) -> bool:
 
 def length_penalty(options: GenerationOptions, length: int) -> float:
     """Return the divisor of the score of an answer of this length."""
-    base = (5 + length) / 6 if options.length_penalty_type == "gnmt" else length
-    return float(base**options.length_penalty)
+    return _penalty(options.length_penalty_type, options.length_penalty, length)
+
+
+def _penalty(kind: str, power: float, length: int) -> float:
+    base = (5 + length) / 6 if kind == "gnmt" else length
+    return float(base**power)
+
+
+@lru_cache(maxsize=256)
+def _divisors_of(kind: str, power: float, longest: int | None, length: int, count: int) -> Divisors:
+    # most searches of a launch have the same ones
+    own = [_penalty(kind, power, each) for each in range(length, length + count)]
+    return tuple(
+        (each, each if longest is None else _penalty(kind, power, longest)) for each in own
+    )
 
 
 class BeamSearch:
@@ -494,7 +515,7 @@ class DeviceSearch:
             self._editor.forced(num_generated),
             self._end_ids,
             self._editor.banned(num_generated),
-            *self._divisors(length),
+            *self._divisors(length)[0],
         )
 
     def later(self, num_generated: int, rules: SearchRules, count: int) -> Divisors | None:
@@ -510,15 +531,18 @@ class DeviceSearch:
             return None
         if self._editor.forced(last) is not None:
             return None
-        if not np.array_equal(self._editor.banned(last), rules.banned):
+        banned = self._editor.banned(last)
+        if banned is not rules.banned and not np.array_equal(banned, rules.banned):
             return None
-        return [self._divisors(length) for length in range(num_generated + 2, last + 2)]
+        return self._divisors(num_generated + 2, count)
 
-    def _divisors(self, length: int) -> tuple[float, float]:
+    def _divisors(self, length: int, count: int = 1) -> Divisors:
+        """Return the divisors of steps whose answers have `length` tokens, and more."""
         options = self._options
         is_never = options.early_stopping == "never" and options.length_penalty > 0
-        divisor = length_penalty(options, length)
-        return divisor, length_penalty(options, options.max_tokens) if is_never else divisor
+        longest = options.max_tokens if is_never else None
+        kind, power = options.length_penalty_type, options.length_penalty
+        return _divisors_of(kind, power, longest, length, count)
 
     def read(
         self,

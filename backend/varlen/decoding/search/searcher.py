@@ -18,18 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from varlen.decoding.sampling.token_bias import BadWords, add_to_rows
 from varlen.decoding.search.beam_search import (
     BeamSearch,
     Candidate,
     DeviceSearch,
     can_leave_to_device,
 )
-from varlen.decoding.search.token_edits import TokenEdits, TokenRules
+from varlen.decoding.token_edits import BadWords, TokenEdits, TokenRules, add_to_rows
 from varlen.errors import EngineError
 from varlen.request.request import Float32Array, Int32Array
+from varlen.scheduling.batch import GeneratedSequence
 from varlen.scheduling.device_plan import BeamStep, SearchRules
-from varlen.scheduling.sequence import GeneratedSequence
 from varlen_kernels.ops import kernels_for
 from varlen_kernels.reference.beam import BeamEdits
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from varlen.errors import CheckpointError, EngineError, RequestError, shorten
 from varlen.intake.tokenization import Tokenized
-from varlen.models.checkpoint.logit_score import LogitScore, PairForm
+from varlen.models.checkpoint.ranking import LogitScore, PairForm
 from varlen.models.checkpoint.tokenizer_files import DEFAULT_TEMPLATE
 from varlen.request.request import Int32Array
 from varlen.sandbox.frames import INVALID, REFUSED, TEXT, UNREAD

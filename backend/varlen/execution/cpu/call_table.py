@@ -15,8 +15,17 @@ import numpy as np
 
 from varlen.execution.packing import Arrays, Int64Array
 from varlen.execution.thread_executor import CoreShare, LoneCores
-from varlen.memory.planner import HOST_ALIGNMENT, HostPages, Layout, PlannedMemory
-from varlen.memory.usage import Buffer, Dims, Shape, Size, shapes_at
+from varlen.memory.planner import (
+    HOST_ALIGNMENT,
+    Buffer,
+    Dims,
+    HostPages,
+    Layout,
+    PlannedMemory,
+    Shape,
+    Size,
+    shapes_at,
+)
 from varlen.request.request import Float32Array
 from varlen_kernels.cpu.calls.run_calls import ALWAYS, loaded_address, parts_of, run_calls
 from varlen_kernels.cpu.native.threads import FUNCTION, PARTS, UNITS

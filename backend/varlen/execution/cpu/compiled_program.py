@@ -24,8 +24,7 @@ from varlen.execution.cpu.call_table import (
 )
 from varlen.execution.packing import Int64Array
 from varlen.execution.thread_executor import LoneCores
-from varlen.memory.planner import Region
-from varlen.memory.usage import Size
+from varlen.memory.planner import Region, Size
 from varlen.processes import python_command
 from varlen.program.program import Op, PackedBatch, Program, State, Value
 from varlen_kernels import cpu

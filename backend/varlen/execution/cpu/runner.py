@@ -4,7 +4,7 @@ In a step that only searches take, all is compiled: sources are encoded, beams f
 blocks are copied, the program runs, and the next beams are chosen. So a step is one table of calls, and the next one
 the same table with other positions. Searches are independent of each other: where it is faster, each core runs the
 steps of some of them, with intermediates of its own, and the cores meet only at the end of the launch. A launch ends
-before its last step when a search has ended, whose answer would wait, a request has come, or its time is over.
+before its last step soon after a search has ended, whose answer waits, when a request has come, or its time is over.
 docs/decisions/0132-launches-of-searches.md has measurements.
 """
 
@@ -39,8 +39,7 @@ from varlen.execution.packing import (
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.thread_executor import CoreShare, LoneCores
 from varlen.memory.arena import Arena
-from varlen.memory.planner import Region, map_shared, memory_errors, new_shared
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims, Region, map_shared, memory_errors, new_shared
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
@@ -63,6 +62,10 @@ _KEPT = 4
 # Steps from one trial of the other choice to the next one. A trial that takes much longer doubles them.
 _TRIAL, _LONGEST_TRIAL = 64, 4096
 _MUCH_LONGER = 1.5
+# Parts of launches that are kept for others of the same shapes.
+_KEPT_PARTS = 16
+# Steps that a launch takes after one in which a search has ended: others end soon, and a launch costs as much.
+_STEPS_AFTER_END = 2
 # Seconds of a step on all cores from which one core is not tried: it would delay answers.
 _LONGEST = 5e-3
 
@@ -412,6 +415,7 @@ class _Launch:
             self._run(part)
 
     def _run(self, part: _Part) -> None:
+        has_ended = np.zeros(len(part.found.ends), np.bool_)
         for step in range(len(self.chosen.ends)):
             if step:
                 if not self._goes_on(step):
@@ -429,8 +433,13 @@ class _Launch:
                 self.chosen, part.found, (part.searches, part.beams, part.beams), strict=True
             ):
                 whole[step, place] = own
-            if part.found.ends[:, 0].any():
-                self.last = min(self.last, self.furthest)
+            # it runs on in vain
+            self.chosen.ends[step, part.searches][has_ended] = NOT_TAKEN
+            has_ended |= part.found.ends[:, 0] > 0
+            if has_ended.any():
+                self.last = min(self.last, max(self.furthest, step + _STEPS_AFTER_END))
+            if has_ended.all():
+                return
 
     def _goes_on(self, step: int) -> bool:
         """Return whether a part begins a step after its first.
@@ -471,8 +480,8 @@ class SearchSteps:
         # steps that encode sources take longer
         self._cores = cores, StepCores(time.perf_counter)
         self._block_size = block_size
-        # the parts of the last launch, each with what its calls are the same for
-        self._kept: list[tuple[object, _Part]] = []
+        # the last parts, by what their calls are the same for
+        self._kept: dict[object, _Part] = {}
 
     def runs(self, step: PackedStep) -> bool:
         """Return whether all tokens of a step are of searches that choose here."""
@@ -529,24 +538,28 @@ class SearchSteps:
         if not regions:
             # one part fits, as any step does
             return self._parts(step, logits, 1)
-        kept, self._kept = self._kept, []
+        found = []
         row = beam = 0
-        for i, (part, own, bound) in enumerate(zip(steps, regions, pairwise(bounds), strict=True)):
+        for part, own, bound in zip(steps, regions, pairwise(bounds), strict=True):
             of_part = logits[row : row + len(part.searches["rows"])]
             beams = slice(beam, beam + len(part.searches["beam_slots"]))
             row, beam = row + len(of_part), beams.stop
-            addresses = [(each.memory.data_ptr(), each.offsets) for each in own]
+            addresses = [(each.memory.data_ptr(), *each.offsets) for each in own]
             # the table has candidates of each beam, and bounds of the banned tokens of each row
             fixed = [part.searches[name].tobytes() for name in ("sizes", "banned_rows")]
             shapes = [each.shape for each in _arrays(part)]
-            same = *bound, beam, of_part.data_ptr(), addresses, fixed, shapes
-            if i < len(kept) and kept[i][0] == same:
-                self._kept.append(kept[i])
-                kept[i][1].take(part)
+            same = *bound, beam, of_part.data_ptr(), *addresses, *fixed, *shapes
+            kept = self._kept.pop(same, None)
+            if kept is None:
+                kept = self._part(part, own, of_part, slice(*bound), beams)
             else:
-                new = self._part(part, own, of_part, slice(*bound), beams)
-                self._kept.append((same, new))
-        return [part for _, part in self._kept]
+                kept.take(part)
+            # the one that was used last is the last one
+            self._kept[same] = kept
+            found.append(kept)
+        while len(self._kept) > max(_KEPT_PARTS, count):
+            del self._kept[next(iter(self._kept))]
+        return found
 
     def _regions(self, steps: Sequence[PackedStep]) -> list[list[Region]]:
         """Return the regions of each part; none if they are too large together.

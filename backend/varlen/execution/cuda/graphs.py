@@ -21,10 +21,10 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from varlen.execution.cuda.timeout import call_within
+from varlen.execution.executor import call_within
 from varlen.execution.model_info import GraphUse
 from varlen.execution.packing import largest_payloads
-from varlen.memory.usage import Dims
+from varlen.memory.planner import Dims
 
 _log = logging.getLogger(__name__)
 

@@ -34,8 +34,7 @@ from varlen.execution.cuda.graphs import Bucket, Buckets, CudaGraphs, Replay, ca
 from varlen.execution.packing import NO_SLOT, Arrays, InputLayout, PackedStep, fill_inputs
 from varlen.execution.token_state import DeviceEdits, DeviceSearches, choices_of
 from varlen.memory.arena import Arena, alignment_of, moved
-from varlen.memory.planner import Layout, Region, memory_errors
-from varlen.memory.usage import Dims, Size
+from varlen.memory.planner import Dims, Layout, Region, Size, memory_errors
 from varlen.program.program import NO_STATES, PackedBatch, Program, State, Value
 from varlen.scheduling.batch import MAX_STEPS
 from varlen.scheduling.device_plan import Chosen

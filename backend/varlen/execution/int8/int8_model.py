@@ -18,22 +18,20 @@ from varlen.execution.device import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
-    Quality,
-    file_name,
-    weights_hash,
-)
-from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.layer_inputs import OnProgress, calibrate_layers
-from varlen.execution.int8.quantization import (
     LayerCodes,
     LayerKey,
+    Quality,
     QuantizedLayer,
     WeightBits,
+    file_name,
     linear_weights,
     product_of,
     quantize_layers,
     use_int8,
+    weights_hash,
 )
+from varlen.execution.int8.calibration_texts import TEXTS
+from varlen.execution.int8.layer_inputs import OnProgress, calibrate_layers
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint.files import has_file
 from varlen.models.checkpoint.weights import locate_weights

@@ -19,8 +19,7 @@ from varlen.execution.one_shot import OneShot
 from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import Array, Work, batch_of, content_of, message_of
 from varlen.memory.memory_use import MemoryUse, Swap
-from varlen.memory.planner import HOST_ALIGNMENT, huge_pages, new_shared
-from varlen.memory.usage import Axis, Buffer, Size, Usage
+from varlen.memory.planner import HOST_ALIGNMENT, Axis, Buffer, Size, Usage, huge_pages, new_shared
 from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT, Prompt, RequestOptions
 
 if TYPE_CHECKING:

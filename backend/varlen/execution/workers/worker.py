@@ -26,7 +26,6 @@ from typing import Protocol
 
 from varlen.config import Device, EngineConfig
 from varlen.errors import AdapterFaultError, EngineError
-from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.executor import (
     Launcher,
     ModelExecutor,
@@ -34,6 +33,7 @@ from varlen.execution.executor import (
     SkippedStepError,
     WorkerEndedError,
     raising,
+    with_timeout,
 )
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.thread_executor import CoreShare, ThreadExecutor

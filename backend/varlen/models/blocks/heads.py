@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from varlen.models.blocks.extraction import Extraction
     from varlen.models.checkpoint.family import HeadConfig, MaskedLMLayout
     from varlen.models.checkpoint.layers import LayerReader, Norm, TokenTable
-    from varlen.models.checkpoint.logit_score import LogitScore
+    from varlen.models.checkpoint.ranking import LogitScore
     from varlen.models.checkpoint.vector_layers import VectorLayer
     from varlen.program.program import Value
     from varlen.program.recorder import Recorder

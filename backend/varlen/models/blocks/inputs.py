@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from varlen.memory.usage import Size
+from varlen.memory.planner import Size
 
 if TYPE_CHECKING:
     from varlen.program.program import Value

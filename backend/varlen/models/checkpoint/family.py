@@ -14,8 +14,8 @@ from varlen.errors import CheckpointError
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.files import Json, is_causal, read_num_labels, show
 from varlen.models.checkpoint.layers import GroupLinear, LayerReader, Linear, Split, TokenTable
-from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.lora_folder import same_layer
+from varlen.models.checkpoint.ranking import LogitScore
 from varlen.models.checkpoint.weights import (
     TensorHeader,
     check_indices,
@@ -23,7 +23,7 @@ from varlen.models.checkpoint.weights import (
     check_unused,
     is_quantized,
 )
-from varlen.request.scores import ScoreFunction
+from varlen.request.vectors import ScoreFunction
 from varlen.tasks import Task
 from varlen_kernels import Activation, Pooling
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from varlen.models.checkpoint.quantization import Quantization
+    from varlen.models.checkpoint.config_fields import Quantization
     from varlen.models.checkpoint.weights import TensorHeader
 
     # Both return the values of a tensor.

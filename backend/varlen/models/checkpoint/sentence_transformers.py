@@ -29,17 +29,18 @@ from varlen.models.checkpoint.files import (
     read_optional_object,
     show,
 )
-from varlen.models.checkpoint.late_interaction import (
+from varlen.models.checkpoint.ranking import (
     PYLATE_FIELDS,
     TRANSFORMER_FIELDS,
     LateInteraction,
+    LogitScore,
     is_late_interaction,
     is_pylate,
     pylate_prompts,
     read_late_interaction,
+    read_logit_score,
     read_pylate,
 )
-from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
 from varlen.models.checkpoint.tokenizer_files import TokenizerSettings
 from varlen.models.checkpoint.vector_layers import (
     LayerMix,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_fields import read_quantization
 from varlen.models.checkpoint.files import (
     Json,
     check_no_pointers,
@@ -32,7 +33,6 @@ from varlen.models.checkpoint.files import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.quantization import read_quantization
 from varlen.models.checkpoint.quantized_tensors import FLOATS, CodeBlocks, QuantizedTensor, join
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source, new_tuple
-from varlen.scheduling.batch import Chunk
+from varlen.scheduling.batch import Chunk, GeneratedSequence
 from varlen.scheduling.iteration.groups import BeamBlocks, Group, Part
-from varlen.scheduling.sequence import GeneratedSequence
 
 
 class BlockCopies:

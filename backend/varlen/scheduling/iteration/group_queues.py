@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sortedcontainers import SortedKeyList
 
 from varlen.request.request import new_tuple
-from varlen.scheduling.fair_share import RANK_UNIT
+from varlen.scheduling.admission import RANK_UNIT
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.groups import Group, Part
 from varlen.scheduling.iteration.step_size import StepLimits, StepSize

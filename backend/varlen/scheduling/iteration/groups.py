@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from varlen.scheduling.fair_share import Claim
+from varlen.scheduling.admission import Claim
+from varlen.scheduling.batch import GeneratedSequence
 from varlen.scheduling.iteration.speculation import Drafter
-from varlen.scheduling.sequence import GeneratedSequence
 
 # Instead of a block that was given back, of the prompt's last one, and of one that only the device knows.
 _GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0

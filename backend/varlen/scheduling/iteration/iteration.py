@@ -1,7 +1,7 @@
 """The scheduler of models that generate: which tokens run in the next step.
 
 Every running sequence runs in every step. One that generates runs its last token; prompts have the rest of the
-step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`fair_share`). Waiting
+step, which is smaller while answers are streamed (`step_size`). The order is fair by tokens (`admission`). Waiting
 sequences start in this order, and may preempt running ones (`group_queues`).
 
 KV memory is reserved before a sequence starts: with the policy `reserve` all that it may ever need, with `optimistic`
@@ -35,7 +35,7 @@ from varlen.errors import EngineError, RequestError
 from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request
-from varlen.scheduling.admission import Admission, Work
+from varlen.scheduling.admission import Admission, Claim, Claims, Work
 from varlen.scheduling.batch import (
     MAX_STEPS,
     OUT_OF_MEMORY,
@@ -44,12 +44,14 @@ from varlen.scheduling.batch import (
     Chunk,
     Event,
     Failure,
+    Forecast,
+    GeneratedSequence,
+    RequestState,
     SequenceFailure,
     append_token,
     write_answers,
 )
 from varlen.scheduling.device_plan import BeamStep, SampledToken
-from varlen.scheduling.fair_share import Claim, Claims
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
@@ -61,7 +63,6 @@ from varlen.scheduling.iteration.step_size import (
     StepSize,
     tokens_of_step,
 )
-from varlen.scheduling.sequence import Forecast, GeneratedSequence, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ _WORKERS_ENDED = "worker processes ended while they ran this request; the server
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
 # Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
-_LAUNCH_SECONDS = 0.01
+_LAUNCH_SECONDS = 0.02
 
 
 class IterationScheduler:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from varlen.request.request import Request
+from varlen.scheduling.batch import Forecast
 from varlen.scheduling.iteration.groups import Group, Part
 from varlen.scheduling.iteration.speculation import Speculation
-from varlen.scheduling.sequence import Forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,14 @@ from varlen.scheduling.batch import (
     Batch,
     BatchResult,
     Event,
+    Forecast,
+    RequestState,
     SequenceFailure,
     SequenceOutput,
+    SequenceState,
 )
 from varlen.scheduling.one_shot.partition import DpPartition, FullBatches, Policy
 from varlen.scheduling.one_shot.queue import RequestQueue
-from varlen.scheduling.sequence import Forecast, RequestState, SequenceState
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.costs.model import BatchLimits, BatchShape, CostModel, FloatArray
-from varlen.scheduling.batch import Batch
+from varlen.scheduling.batch import Batch, SequenceState
 from varlen.scheduling.one_shot.queue import RequestQueue
-from varlen.scheduling.sequence import SequenceState
 
 
 class Policy(Protocol):

@@ -1,6 +1,6 @@
 """Requests that wait, in the order in which they are served.
 
-The order is fair by served work (`fair_share`). Work is counted in sequences, or in tokens, which lets short requests
+The order is fair by served work (`admission`). Work is counted in sequences, or in tokens, which lets short requests
 pass long ones. The rank of a request grows by its own sequences that are served. A request whose deadline would be
 missed otherwise goes first.
 """
@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 
 from sortedcontainers import SortedKeyList
 
-from varlen.scheduling.fair_share import RANK_UNIT, FairShare
-from varlen.scheduling.sequence import RequestState, SequenceState
+from varlen.scheduling.admission import RANK_UNIT, FairShare
+from varlen.scheduling.batch import RequestState, SequenceState
 
 # What is fair is counted in.
 WorkUnit: TypeAlias = Literal["sequences", "tokens"]

@@ -3,13 +3,17 @@
 The inputs of a block have a scale and an offset for each feature, as the checkpoint has them: nothing is rounded but
 sums, and entries of a table. A tile is up to 6 rows by the features of a panel. Its sums over a block stay in registers
 while codes become fp32 numbers, or pairs of bf16 ones where the CPU multiplies these; then they are scaled, and the
-offset is multiplied by the sum of the inputs, once for each block. A word of 32 bits has the codes of a feature whose
-inputs are neighbours, and the codes of even inputs are in its lower half: so with 4 bits a shift and a look-up make a
-vector of pairs. Inputs with an order of their own are copied in that order first.
+offset is multiplied by the sum of the inputs, once for each block. Where there are more than two tiles, the first one
+writes down the numbers that codes became, and the others read them from the cache.
+
+A word of 32 bits has the codes of a feature whose inputs are neighbours, and the codes of even inputs are in its lower
+half: so with 4 bits a shift and a look-up make a vector of pairs. Inputs with an order of their own are copied in that
+order first.
 
 Source: a group of weights with a scale, Frantar et al. 2022, arXiv:2210.17323.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
@@ -31,7 +35,6 @@ from varlen_kernels.cpu.native.lanes import (
     fetch_line,
     load,
     moved,
-    multiply_add,
     splat,
     store,
     sum_of,
@@ -48,6 +51,8 @@ from varlen_kernels.cpu.native.native import (
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.functions import BLOCK
 
+# Bits of a pair's values, and of the words of codes that were widened to them.
+_WIDE = 16
 # Bytes from a word to what is fetched into the cache for later.
 _FETCHED_AHEAD = 2048
 
@@ -65,26 +70,31 @@ def _ints(number: int) -> Any:
 
 
 class _Tile:
-    """Writes the instructions of a product of some rows with a block of a panel."""
+    """Writes instructions that add the product of some rows with a block."""
 
     def __init__(
         self, context: Any, builder: Any, kinds: Any, values: Any, rows: int, bits: int
     ) -> None:
         self._builder, self._bits = builder, bits
-        x, row, column, panels, panel, place, words, table, sums = values
+        x, row, panels, panel, block, size, table, self._keeps, widened = values[:9]
+        scales, width, x_sums, sums, first = values[9:]
         # bytes of a number of a row, and inputs that are multiplied at a time
         self._width = kinds[0].dtype.bitwidth // 8
         self._depth = 2 if HAS_PAIRS and self._width == 2 else 1
+        words = builder.udiv(size, _SIZE(32 // bits))
 
         def address(kind: Any, array: Any, first: Any, i: int, of_column: Any) -> Any:
             at = builder.add(first, _SIZE(i))
             return element_address(context, builder, kind, array, at, of_column)
 
+        column = builder.mul(block, size)
         self._rows = [address(kinds[0], x, row, i, column) for i in range(rows)]
-        self._words = address(kinds[3], panels, panel, 0, place)
         none = _SIZE(0)
-        numbers = self._at(address(kinds[7], table, none, 0, none), none, _FLOATS)
-        self._numbers = builder.load(numbers, align=4)
+        self._widened = self._words = address(kinds[8], widened, none, 0, none)
+        if bits < _WIDE:
+            place = builder.mul(block, builder.mul(words, _SIZE(PANEL_FEATURES)))
+            self._words = address(kinds[2], panels, panel, 0, place)
+        self._numbers = self._loaded(address(kinds[6], table, none, 0, none), 0)
         if self._depth == 2:
             # the nearest bf16 numbers, twice: the instruction reads 5 bits of an index
             whole = builder.add(builder.bitcast(self._numbers, _INTS), _ints(1 << 15))
@@ -99,12 +109,35 @@ class _Tile:
             builder.store(ir.Constant(_FLOATS, None), total)
         with cgutils.for_range(builder, words) as word:
             self._add_products(word.index)
-        for i, of_row in enumerate(self._totals):
-            to = address(kinds[8], sums, none, i, none)
-            for j, total in enumerate(of_row):
-                builder.store(
-                    builder.load(total), self._at(to, _SIZE(4 * LANES * j), _FLOATS), align=4
-                )
+        self._of_scales = address(kinds[9], scales, panel, 0, builder.mul(block, width))
+        self._of_sums = [address(kinds[12], sums, first, i, none) for i in range(rows)]
+        self._x_sums = [address(kinds[11], x_sums, first, i, block) for i in range(rows)]
+        with builder.if_else(builder.icmp_unsigned(">", width, _SIZE(PANEL_FEATURES))) as (
+            then,
+            otherwise,
+        ):
+            with then:
+                self._add_sums(has_offsets=True)
+            with otherwise:
+                self._add_sums(has_offsets=False)
+
+    def _add_sums(self, *, has_offsets: bool) -> None:
+        """Add offsets times sums of inputs, and scales times sums of products."""
+        builder = self._builder
+        for j in range(PANEL_VECTORS):
+            at = 4 * LANES * j
+            scale = self._loaded(self._of_scales, at)
+            for to, x_sum, of_row in zip(self._of_sums, self._x_sums, self._totals, strict=True):
+                value = self._loaded(to, at)
+                if has_offsets:
+                    offset = self._loaded(self._of_scales, at + 4 * PANEL_FEATURES)
+                    inputs = self._repeated(self._loaded(x_sum, 0, _FLOAT))
+                    value = self._call(_ADD_PRODUCTS, inputs, offset, value)
+                value = self._call(_ADD_PRODUCTS, builder.load(of_row[j]), scale, value)
+                builder.store(value, self._at(to, _SIZE(at), _FLOATS), align=4)
+
+    def _loaded(self, address: Any, offset: int, kind: Any = _FLOATS) -> Any:
+        return self._builder.load(self._at(address, _SIZE(offset), kind), align=4)
 
     def _add_products(self, word: Any) -> None:
         """Add the products of a word's inputs."""
@@ -113,15 +146,27 @@ class _Tile:
         x_place = builder.mul(word, _SIZE(inputs * self._width))
         codes = []
         for place in range(0, word_bytes, 4 * LANES):
-            fetch_line(builder, self._at(words, _SIZE(place + _FETCHED_AHEAD)))
+            if self._bits < _WIDE:
+                fetch_line(builder, self._at(words, _SIZE(place + _FETCHED_AHEAD)))
             codes.append(builder.load(self._at(words, _SIZE(place), _INTS), align=4))
         for column in range(0, inputs, self._depth):
             factors = [self._factors(each, column) for each in codes]
+            if self._bits < _WIDE:
+                with builder.if_then(self._keeps):
+                    self._keep(factors, word, column)
             place = builder.add(x_place, _SIZE(column * self._width))
             for row, of_row in zip(self._rows, self._totals, strict=True):
                 number = self._repeated(self._number(row, place))
                 for factor, total in zip(factors, of_row, strict=True):
                     builder.store(self._added(builder.load(total), number, factor), total)
+
+    def _keep(self, factors: Sequence[Any], word: Any, column: int) -> None:
+        """Write the values of an input, or pairs of two."""
+        builder, width = self._builder, 4 * PANEL_FEATURES
+        first = builder.mul(word, _SIZE(width * 32 // self._bits // self._depth))
+        for i, factor in enumerate(factors):
+            at = builder.add(first, _SIZE(width * column // self._depth + 4 * LANES * i))
+            builder.store(factor, self._at(self._widened, at, factor.type), align=4)
 
     def _number(self, row: Any, place: Any) -> Any:
         """Return a number of a row in fp32, or a pair of bf16 as bits."""
@@ -133,6 +178,8 @@ class _Tile:
 
     def _factors(self, codes: Any, column: int) -> Any:
         """Return the values of an input, or pairs of two as bf16."""
+        if self._bits >= _WIDE:
+            return codes if self._depth == 2 else self._builder.bitcast(codes, _FLOATS)
         builder, at = self._builder, shift_of(column, self._bits)
         if self._bits == 8 or not HAS_TABLES:
             first = self._whole(codes, at)
@@ -176,31 +223,51 @@ class _Tile:
 
 
 @numba.extending.intrinsic
-def _multiply_block(
-    _context, _rows, _bits, x, _row, _column, panels, _panel, _place, _words, table, sums
+def _add_block(
+    _context,
+    _rows,
+    _bits,
+    x,
+    _row,
+    panels,
+    _panel,
+    _block,
+    _size,
+    table,
+    _keeps,
+    widened,
+    scales,
+    _width,
+    x_sums,
+    sums,
+    _first,
 ):
-    """Write the products of some rows with a block of a panel.
+    """Add the products of some rows with a block of a panel.
 
     Args:
-        _rows: number of rows, 1 to TILE_ROWS, from `_row` on; their inputs are from `_column` on.
+        _rows: number of rows, 1 to TILE_ROWS, from `_row` on.
+        _bits: bits of a code, or 0 to read the values that `widened` has.
         x: `[tokens, hidden]` fp32, or bf16 as uint16.
-        panels, _bits, table: see `panel_layout.BlockWeight`; the block has `_words` words of each feature from
-            `_place` on.
-        sums: `[TILE_ROWS, PANEL_FEATURES]` fp32.
+        _size: inputs of a block.
+        _keeps: whether to write the values of the codes into `widened`, `[1, size · PANEL_FEATURES]` fp32.
+        _width: columns of a block in `scales`.
+        x_sums: `[rows, blocks]` fp32, the sums of the inputs of blocks, if `scales` has offsets.
+        sums: `[rows, PANEL_FEATURES]` fp32. Both from row `_first` on.
     """
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        wide = _WIDE if HAS_PAIRS and x.dtype.bitwidth == _WIDE else 32
         for rows in range(1, TILE_ROWS + 1):
-            for bits in (4, 8):
-                pairs = zip(values, (rows, bits), strict=False)
+            for named, bits in ((4, 4), (8, 8), (0, wide)):
+                pairs = zip(values, (rows, named), strict=False)
                 is_it = [builder.icmp_unsigned("==", each, _SIZE(size)) for each, size in pairs]
                 with builder.if_then(builder.and_(*is_it)):
                     _Tile(context, builder, declared.args[2:], values[2:], rows, bits)
         return context.get_dummy_value()
 
     whole = types.int64
-    arguments = (whole, whole, x, whole, whole, panels, whole, whole, whole, table, sums)
-    return types.none(*arguments), generate
+    arguments = (whole, whole, x, whole, panels, whole, whole, whole, table, types.boolean)
+    return types.none(*arguments, widened, scales, whole, x_sums, sums, whole), generate
 
 
 @inlined
@@ -222,20 +289,6 @@ def _sum_blocks(x, first, count, size, x_sums):
             x_sums[i, block] = sum_of(total)
 
 
-@inlined
-def _add_block(products, rows, scales, panel, x_sums, x_row, block, sums):
-    """Add the values of a block's products to the sums of some rows."""
-    width = scales.shape[1] // x_sums.shape[1]
-    for lane in range(0, PANEL_FEATURES, LANES):
-        scale = load(scales, panel, block * width + lane)
-        for i in range(rows):
-            value = load(sums, i, lane)
-            if width > PANEL_FEATURES:
-                offset = load(scales, panel, block * width + PANEL_FEATURES + lane)
-                value = multiply_add(splat(x_sums[x_row + i, block]), offset, value)
-            store(sums, i, lane, multiply_add(load(products, i, lane), scale, value))
-
-
 @inlined_body
 def multiply_blocks(
     first_unit,
@@ -255,14 +308,14 @@ def multiply_blocks(
     A unit is a panel of a block of tokens.
     """
     hidden, height = x.shape[1], min(BLOCK, len(x))
-    blocks, words = hidden // size, size * bits // 32
-    sum_bytes, x_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES), aligned(4 * height * blocks)
-    memory = new_memory(2 * sum_bytes + x_bytes + 4 * height * len(order))
+    blocks, values = hidden // size, size * PANEL_FEATURES if height > 2 * TILE_ROWS else 0
+    sum_bytes, x_bytes = 4 * height * PANEL_FEATURES, aligned(4 * height * blocks)
+    memory = new_memory(sum_bytes + 4 * values + x_bytes + 4 * height * len(order))
     if memory == 0:
         return 1
-    sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
-    products = fp32_matrix(memory + sum_bytes, TILE_ROWS, PANEL_FEATURES)
-    x_sums = fp32_matrix(memory + 2 * sum_bytes, height, blocks)
+    sums = fp32_matrix(memory, height, PANEL_FEATURES)
+    widened = fp32_matrix(memory + sum_bytes, 1, values)
+    x_sums = fp32_matrix(memory + sum_bytes + 4 * values, height, blocks)
     unit = first_unit
     while unit < last_unit:
         first, panel = unit // len(panels) * BLOCK, unit % len(panels)
@@ -271,42 +324,47 @@ def multiply_blocks(
         count = min(BLOCK, len(x) - first)
         inputs, x_row = x, first
         if len(order) > 0:
-            inputs, x_row = matrix_like(x, memory + 2 * sum_bytes + x_bytes, count, hidden), 0
+            address = memory + sum_bytes + 4 * values + x_bytes
+            inputs, x_row = matrix_like(x, address, count, hidden), 0
             _copy_in_order(x, first, order, inputs)
-        if scales.shape[1] > blocks * PANEL_FEATURES:
+        width = scales.shape[1] // blocks
+        if width > PANEL_FEATURES:
             _sum_blocks(inputs, x_row, count, size, x_sums)
         tiles = (count + TILE_ROWS - 1) // TILE_ROWS
         while panel < panel_end:
             column = panel * PANEL_FEATURES
-            for tile in range(tiles):
-                # of about the same height
-                begin, end = count * tile // tiles, count * (tile + 1) // tiles
-                rows, row = end - begin, first + begin
-                for lane in range(0, PANEL_FEATURES, LANES):
-                    value = splat(_ZERO)
-                    if column + lane < bias.shape[1]:
-                        value = load_within(bias, 0, column + lane)
-                    for i in range(rows):
-                        store(sums, i, lane, value)
-                for block in range(blocks):
-                    place = block * words * PANEL_FEATURES
-                    _multiply_block(
-                        rows,
-                        bits,
+            for lane in range(0, PANEL_FEATURES, LANES):
+                value = splat(_ZERO)
+                if column + lane < bias.shape[1]:
+                    value = load_within(bias, 0, column + lane)
+                for i in range(count):
+                    store(sums, i, lane, value)
+            for block in range(blocks):
+                for tile in range(tiles):
+                    # of about the same height
+                    begin, end = count * tile // tiles, count * (tile + 1) // tiles
+                    # the first one of many widens codes for the others
+                    _add_block(
+                        end - begin,
+                        bits if tile == 0 or tiles < 3 else 0,
                         inputs,
                         x_row + begin,
-                        block * size,
                         panels,
                         panel,
-                        place,
-                        words,
+                        block,
+                        size,
                         table,
-                        products,
+                        tile == 0 and tiles > 2,
+                        widened,
+                        scales,
+                        width,
+                        x_sums,
+                        sums,
+                        begin,
                     )
-                    _add_block(products, rows, scales, panel, x_sums, begin, block, sums)
-                for lane in range(0, min(PANEL_FEATURES, out.shape[1] - column), LANES):
-                    for i in range(rows):
-                        store_within(out, row + i, column + lane, load(sums, i, lane))
+            for lane in range(0, min(PANEL_FEATURES, out.shape[1] - column), LANES):
+                for i in range(count):
+                    store_within(out, first + i, column + lane, load(sums, i, lane))
             panel += 1
     free_memory(memory)
     return 0

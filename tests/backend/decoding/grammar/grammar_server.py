@@ -6,8 +6,8 @@ from tests.backend.decoding.sandboxes import new_grammars
 from tests.backend.decoding.sequences import RandomModel, sample, sequence_of
 from tests.backend.decoding.text.small_tokenizers import END
 from varlen.decoding.sampling.sampling import Sampler
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.text.writer import TextWriter, TokenBytes
+from varlen.decoding.token_edits import BadWords
 from varlen.request.generation import GenerationOptions
 
 CHOICES = ["red", "red green", 'say "no"\\/', "café 你好 😀"]

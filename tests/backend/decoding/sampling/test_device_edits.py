@@ -11,7 +11,7 @@ from tests.backend.decoding.sandboxes import new_grammars
 from tests.backend.decoding.sequences import sample, sequence_of
 from tests.backend.decoding.text.small_tokenizers import byte_level
 from varlen.decoding.sampling.sampling import Sampler
-from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.token_edits import BadWords
 from varlen.execution.cpu.runner import tensors_of
 from varlen.execution.packing import begun_arrays, draw_arrays
 from varlen.execution.token_state import DeviceEdits

@@ -26,7 +26,7 @@ from tests.closeness import assert_close
 from varlen.decoding.sampling import sampling
 from varlen.decoding.sampling.sampler_state import uniform_numbers
 from varlen.decoding.sampling.sampling import Sampler
-from varlen.decoding.sampling.token_bias import BadWords
+from varlen.decoding.token_edits import BadWords
 
 VOCABULARY = 50
 EOS = 3

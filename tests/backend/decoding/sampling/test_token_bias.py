@@ -12,9 +12,8 @@ from tests.backend.decoding.sequences import sample, sequence_of, sequences_of
 from tests.backend.decoding.text.small_tokenizers import KINDS, byte_level
 from tests.backend.refusals import refused_request as refused
 from varlen.decoding.sampling.sampling import Sampler
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.search.searcher import Searcher
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import BadWords, TokenRules
 from varlen.request.generation import GenerationOptions
 
 CPU = torch.device("cpu")

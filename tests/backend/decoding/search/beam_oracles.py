@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
 
-from varlen.decoding.sampling.token_bias import ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.searcher import ranked
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import ForbiddenTokens, TokenRules
 from varlen.request.generation import GenerationOptions
 
 VOCABULARY = 60

@@ -6,7 +6,7 @@ import pytest
 
 from tests.backend.decoding.search.beam_oracles import TableModel
 from varlen.decoding.search.beam_search import BeamSearch
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
 
 END = 3

@@ -16,7 +16,7 @@ from transformers import (
 
 from tests.backend.decoding.search.beam_oracles import TableModel
 from varlen.decoding.search.beam_search import BeamSearch, draw, limited
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
 
 NUM_DRAWS = 2000

@@ -14,7 +14,7 @@ from tests.backend.decoding.search.beam_oracles import (
     random_case,
 )
 from varlen.decoding.search.beam_search import BeamSearch, BeamStep
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import TokenRules
 from varlen.request.generation import GenerationOptions
 
 NUM_CASES = 3

@@ -11,9 +11,8 @@ import torch
 from tests.backend.decoding.search.beam_oracles import TableModel
 from tests.backend.decoding.sequences import sequences_of
 from varlen.costs.model import BatchShape
-from varlen.decoding.sampling.token_bias import NOTHING_FORBIDDEN, ForbiddenTokens
 from varlen.decoding.search.beam_search import BeamSearch, DeviceSearch, can_leave_to_device
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import NOTHING_FORBIDDEN, ForbiddenTokens, TokenRules
 from varlen.execution.cpu.runner import tensors_of
 from varlen.execution.packing import pack_step
 from varlen.execution.token_state import DeviceSearches, choices_of
@@ -227,7 +226,7 @@ def test_later_steps_of_a_launch_differ_in_their_divisors_alone(options, count, 
         assert later is None
         return
     rules = [search.rules(2 + i) for i in range(1, count + 1)]
-    assert later == [(each.divisor, each.best_divisor) for each in rules]
+    assert list(later) == [(each.divisor, each.best_divisor) for each in rules]
     assert all(str(each[:6]) == str(first[:6]) for each in rules)
 
 

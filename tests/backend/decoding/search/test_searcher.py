@@ -6,10 +6,9 @@ import torch
 
 from tests.backend.decoding.sequences import sequences_of
 from tests.backend.decoding.text.small_tokenizers import byte_level
-from varlen.decoding.sampling.token_bias import BadWords
 from varlen.decoding.search.beam_search import BeamSearch
 from varlen.decoding.search.searcher import Searcher, ranked
-from varlen.decoding.search.token_edits import TokenRules
+from varlen.decoding.token_edits import BadWords, TokenRules
 
 CPU = torch.device("cpu")
 # The host takes the steps of a search with this option, which bans nothing in a few tokens.

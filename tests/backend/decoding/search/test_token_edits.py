@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from varlen.decoding.search.token_edits import TokenEditor, TokenRules
+from varlen.decoding.token_edits import TokenEditor, TokenRules
 from varlen.request.generation import GenerationOptions
 
 VOCABULARY = 30

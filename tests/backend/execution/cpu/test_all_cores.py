@@ -16,7 +16,7 @@ from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.model_state import OneShot
 from varlen.execution.runner import Runner
 from varlen.execution.thread_executor import CoreShare, LoneCores
-from varlen.memory.usage import Size
+from varlen.memory.planner import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Op, Program, Value
 from varlen.request.request import Prompt, RequestOptions

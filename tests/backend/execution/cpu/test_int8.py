@@ -20,25 +20,22 @@ from varlen.execution.cpu.linear_paths import paths_of
 from varlen.execution.device import choose_dtype
 from varlen.execution.int8 import calibration as quality
 from varlen.execution.int8 import int8_model
-from varlen.execution.int8.calibrated_models import CalibratedEncoder
 from varlen.execution.int8.calibration import (
     Calibration,
+    LayerCodes,
     VectorQuality,
     compare_vectors,
     file_name,
-    weights_hash,
-)
-from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.layer_inputs import calibrate_layers
-from varlen.execution.int8.quantization import (
-    LayerCodes,
     layer_key,
     linear_weights,
     quantize_layers,
     use_int8,
+    weights_hash,
 )
+from varlen.execution.int8.calibration_texts import TEXTS
+from varlen.execution.int8.layer_inputs import CalibratedEncoder, calibrate_layers
 from varlen.execution.runner import Runner
-from varlen.memory.usage import Size
+from varlen.memory.planner import Size
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_encoder
 from varlen.program.rank import AttentionHeads

@@ -11,10 +11,9 @@ from varlen import Encoder, Generator
 from varlen.config import EngineConfig
 from varlen.execution.int8 import calibration as quality
 from varlen.execution.int8 import int8_model
-from varlen.execution.int8.calibrated_models import CALIBRATION_KV, CalibratedDecoder
-from varlen.execution.int8.calibration import Calibration, LogitQuality, compare_logits
+from varlen.execution.int8.calibration import BITS, Calibration, LogitQuality, compare_logits
 from varlen.execution.int8.calibration_texts import TEXTS
-from varlen.execution.int8.quantization import BITS
+from varlen.execution.int8.layer_inputs import CALIBRATION_KV, CalibratedDecoder
 from varlen.execution.programs import record_steps
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser

@@ -1,6 +1,7 @@
 """Steps of searches without the host between them choose what steps op by op choose."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from varlen.execution.cpu import runner as cpu_runner
 from varlen.execution.cpu.runner import SearchSteps, StepCores
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.device_plan import NOT_TAKEN
+from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops, run_calls
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")
@@ -124,6 +125,45 @@ def test_parts_of_a_launch_end_together_once_its_time_is_over():
     assert not launch._goes_on(3)
     assert launch._goes_on(2)
     assert launch.last == 2
+
+
+def test_a_launch_takes_two_steps_after_one_in_which_a_search_has_ended(monkeypatch):
+    whole, found = (
+        ChosenBeams(
+            np.full((*steps, 2, 2), NOT_TAKEN, np.int32),
+            np.zeros((*steps, 2, 5), np.int32),
+            np.zeros((*steps, 2), np.float32),
+        )
+        for steps in ([8], [])
+    )
+    step = SimpleNamespace(searches={"divisors": np.zeros((2, 2), np.float32)})
+    both = slice(0, 2)
+    launch = cpu_runner._Launch(np.zeros((7, 2, 2), np.float32), 1e6, whole, np.zeros(1, np.uint8))
+    launch.parts.append(cpu_runner._Part(both, both, step, None, None, [], found))
+    # the first one runs on in vain
+    ended = iter([(0, 0), (1, 0), (0, 0), (1, 0)])
+
+    def run_step(*_):
+        found.ends[:, 0] = next(ended)
+
+    monkeypatch.setattr(cpu_runner, "run_calls", run_step)
+    launch.run(0, 1)
+
+    assert whole.ends[:, 0, 0].tolist() == [0, 1, *[NOT_TAKEN] * 6]
+    assert whole.ends[:, 1, 0].tolist() == [0, 0, 0, 0, *[NOT_TAKEN] * 4]
+
+
+def test_a_part_ends_with_its_searches(monkeypatch):
+    found = ChosenBeams(np.ones((1, 2), np.int32), np.zeros((1, 5), np.int32), np.zeros(1))
+    whole = ChosenBeams(*(np.stack([each] * 8) for each in found))
+    launch = cpu_runner._Launch(np.zeros((7, 1, 2), np.float32), 1e6, whole, np.zeros(1, np.uint8))
+    launch.parts.append(cpu_runner._Part(slice(0, 1), slice(0, 1), None, None, None, [], found))
+    runs = []
+    monkeypatch.setattr(cpu_runner, "run_calls", lambda *_: runs.append(1))
+
+    launch.run(0, 1)
+
+    assert runs == [1]
 
 
 def test_a_launch_ends_when_a_request_has_come(folder, expected, counts, monkeypatch):

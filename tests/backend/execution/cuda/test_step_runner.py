@@ -20,7 +20,7 @@ from varlen.execution.cpu.runner import CpuRunner, CpuSteps
 from varlen.execution.cuda import runner as cuda_runner
 from varlen.execution.cuda.runner import CudaSources, CudaSteps
 from varlen.execution.cuda.step_fusion import fuse_steps
-from varlen.execution.int8.quantization import coded_weight, linear_weights, use_codes
+from varlen.execution.int8.calibration import coded_weight, linear_weights, use_codes
 from varlen.execution.packing import (
     part_of_step,
     source_arrays,

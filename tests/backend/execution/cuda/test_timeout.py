@@ -19,7 +19,7 @@ from varlen.config import EngineConfig
 from varlen.costs.model import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.cuda.timeout import CHECKS, TimedExecutor
+from varlen.execution.executor import CHECKS, TimedExecutor
 from varlen.execution.model_state import OneShot
 from varlen.execution.packing import largest_dims
 from varlen.execution.thread_executor import ThreadExecutor
@@ -27,8 +27,7 @@ from varlen.execution.workers.worker import Workers
 from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.request.request import Request
-from varlen.scheduling.batch import Batch, BatchResult
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.batch import Batch, BatchResult, RequestState
 from varlen.service import one_shot
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service

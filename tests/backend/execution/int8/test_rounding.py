@@ -6,8 +6,8 @@ import torch
 from tests.backend.models.paged import record_step
 from tests.quantized import save_quantized
 from varlen.execution.int8 import layer_inputs
+from varlen.execution.int8.calibration import linear_weights
 from varlen.execution.int8.layer_inputs import calibrate_layers, rounded_codes, stored_codes
-from varlen.execution.int8.quantization import linear_weights
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu
 from varlen_kernels.reference.linear_int8 import OUTLIERS, WeightCodes, nearest_codes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from varlen.execution.int8.quantization import coded_weight
+from varlen.execution.int8.calibration import coded_weight
 from varlen_kernels.reference.linear_layers import widened
 
 

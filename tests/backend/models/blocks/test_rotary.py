@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.backend.refusals import refused_checkpoint as refused
-from varlen.models.blocks.rotary import rotary_table
+from varlen.models.blocks.attention import rotary_table
 from varlen.models.checkpoint.rotary_config import LinearScaling, read_rotary
 
 LLAMA3 = {

@@ -8,7 +8,7 @@ from tests.backend.refusals import refused_checkpoint as refused
 from tests.checkpoints import set_fields
 from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.request.scores import scores_of
+from varlen.request.vectors import scores_of
 
 TEXTS = ["the cat", "a river, 42", "no"]
 KIND = "BertForSequenceClassification"

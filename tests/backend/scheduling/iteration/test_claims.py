@@ -9,8 +9,8 @@ from tests.backend.fakes.engine_parts import FakeReply
 from tests.backend.requests import prompt_of
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Request, RequestOptions
-from varlen.scheduling.fair_share import Claims
-from varlen.scheduling.sequence import RequestState
+from varlen.scheduling.admission import Claims
+from varlen.scheduling.batch import RequestState
 
 
 def first_of(tenant, tokens, *, n=1, num_beams=1, max_tokens=1):

@@ -15,9 +15,8 @@ from tests.backend.fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from tests.backend.requests import request_of
 from varlen.costs.model import BatchShape
 from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
-from varlen.scheduling.batch import Batch, BatchResult, SequenceFailure, SequenceOutput
+from varlen.scheduling.batch import Batch, BatchResult, Forecast, SequenceFailure, SequenceOutput
 from varlen.scheduling.engine import Engine
-from varlen.scheduling.sequence import Forecast
 from varlen.telemetry.metrics import Stats
 
 POISON = 13

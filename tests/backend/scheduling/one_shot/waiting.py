@@ -8,9 +8,8 @@ from tests.backend import requests
 from varlen.config import SHORTEST_QUEUE, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.batch import BatchResult
+from varlen.scheduling.batch import BatchResult, Forecast, RequestState
 from varlen.scheduling.one_shot.one_shot import OneShotScheduler
-from varlen.scheduling.sequence import Forecast, RequestState
 
 
 def request_of(*lengths, **options):
