@@ -76,7 +76,7 @@ def _place(scope: str) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect no garbage while tests are collected: it takes seconds, and nearly all of it stays."""
+    """Look for no garbage while tests are collected: nearly all of it stays."""
     gc.disable()
     try:
         return (yield)

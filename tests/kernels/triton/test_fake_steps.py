@@ -1,4 +1,4 @@
-"""Steps of one decoder on an emulated GPU: its graphs are captured once for all tests here."""
+"""Steps of one decoder on an emulated GPU, captured once for all tests."""
 
 from array import array
 from collections import Counter, deque

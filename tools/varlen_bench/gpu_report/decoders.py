@@ -122,7 +122,7 @@ def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[GeneratorParts]]:
 
 
 def new_sequence(options: GenerationOptions, length: int = 1) -> GeneratedSequence:
-    """Return a sequence after a prompt of `length` tokens, which no request of a client waits for."""
+    """Return a sequence after a prompt of `length` tokens; no client waits for it."""
     prompt = Prompt(np.zeros(length, np.int32))
     (sequence,) = unanswered_sequences(Request((prompt,), RequestOptions(generation=options)))
     assert isinstance(sequence, GeneratedSequence)

@@ -87,7 +87,7 @@ def step_graphs():
 
 @pytest.fixture(scope="module")
 def captured_steps(programs, step_graphs):
-    """Return the steps of a CPU and of a GPU, with their caches, and what these hold at first."""
+    """Return steps of a CPU and of a GPU, their caches, and what these hold."""
     cpu, gpu = (each[0] for each in programs)
     runner, cpu_caches = over_caches(CpuRunner, cpu, of_steps=True)
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
