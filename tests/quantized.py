@@ -53,7 +53,15 @@ def save_quantized(
     save_checkpoint(folder, kind, **(sizes or SIZES))
     tensors, expected = load_file(folder / WEIGHTS), {}
     torch.manual_seed(0)
-    ends = ("_attn.weight", "_proj.weight", "_fc.weight")
+    ends = (
+        "_attn.weight",
+        "_proj.weight",
+        "_fc.weight",
+        "dense.weight",
+        "Wqkv.weight",
+        "Wo.weight",
+    )
+    ends += ("Wi.weight", "query.weight", "key.weight", "value.weight")
     for weight in [each for each in tensors if each.endswith(ends)]:
         stored = tensors.pop(weight)
         parts, expected[weight] = form.quantize(stored.t() if by_input else stored)

@@ -84,7 +84,7 @@ class EngineConfig:
     dtype: DType = parameter_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU, where decoders keep weights of 4 and 8 bits as the checkpoint has them. With int8 on"
+        " and fp32 on a CPU, where models keep weights of 4 and 8 bits as the checkpoint has them. With int8 on"
         " a CPU linear layers run in int8, the rest in fp32; int4 needs a CPU and has weights of 4 bits, for models"
         " that generate. On a GPU int8 and fp8 (e4m3) are codes of the weights of linear layers, and the rest runs as"
         " with `auto`. fp16 and fp8 need a GPU.",
@@ -541,7 +541,7 @@ class EngineConfig:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether a decoder on a CPU may keep codes of quantized weights."""
+        """Whether a CPU may keep codes of quantized weights."""
         return self.dtype == "auto" and self.device != "cuda" and self.pipeline_parallel == 1
 
     @property

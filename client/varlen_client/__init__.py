@@ -7,6 +7,7 @@ with Client("grpc://127.0.0.1:8001") as client:
 """
 
 from varlen_client.aio import AsyncClient
+from varlen_client.calls import TokenizedText
 from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
@@ -26,7 +27,6 @@ from varlen_client.tasks.extraction import ContextAnswer, Span
 from varlen_client.tasks.labels import FilledToken, LabelScore
 from varlen_client.tasks.tokens import Entity, TokenLabel
 from varlen_client.tasks.vectors import SparseVector
-from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy, Status
 from varlen_client.transport.transport import ServerIdentity
 from varlen_client.wire import ModelState

@@ -16,8 +16,13 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from varlen_client.calls import (
+    DetokenizeOptions,
     RowCall,
     RowSender,
+    Tokenizable,
+    TokenizedText,
+    TokenizeOptions,
+    TokenizerSender,
     check_one_sample,
     deadline_of,
     parts_of_answers,
@@ -34,13 +39,6 @@ from varlen_client.generation import (
 )
 from varlen_client.tasks import RowMethods
 from varlen_client.tasks.row_task import Asked, AsyncAsks, RowTask
-from varlen_client.tokenizer_call import (
-    DetokenizeOptions,
-    Tokenizable,
-    TokenizedText,
-    TokenizeOptions,
-    TokenizerSender,
-)
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.session import RetryPolicy, Session, Status
 from varlen_client.waits import with_timeout

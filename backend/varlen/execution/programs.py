@@ -269,7 +269,7 @@ class _Loading:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether linear layers of a decoder keep codes."""
+        """Whether linear layers keep codes."""
         return self.config.keeps_codes and self.device.type == "cpu" and has_compiled_ops()
 
     def new_recorder(

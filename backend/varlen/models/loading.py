@@ -67,11 +67,11 @@ def load_encoder(
     """
     has_scores = checkpoint.num_labels or checkpoint.extraction is not None
     last_dtype = torch.float32 if has_scores else dtype
-    if checkpoint.is_decoder:
-        decoder = _load(checkpoint, dtype, device, last_dtype, rank, stage, keeps_codes=keeps_codes)
-        return OneStepDecoder(decoder, checkpoint.is_causal)
-    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype, rank, stage)
-    return model
+    model = _load(checkpoint, dtype, device, last_dtype, rank, stage, keeps_codes=keeps_codes)
+    encoder: EncoderModel = (
+        OneStepDecoder(model, checkpoint.is_causal) if checkpoint.is_decoder else model
+    )
+    return encoder
 
 
 def load_heads(
@@ -135,7 +135,7 @@ def load_decoder(
     """Return the decoder of a checkpoint whose `is_decoder` is true, or a part.
 
     Args:
-        keeps_codes: whether linear layers of a decoder keep the codes of quantized weights.
+        keeps_codes: whether linear layers keep the codes of quantized weights.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.

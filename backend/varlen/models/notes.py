@@ -33,7 +33,6 @@ def checkpoint_notes(
     notes = [ignored] if ignored else []
     if checkpoint.quantization is not None:
         headers = read_headers(checkpoint.weights_folder).values()
-        keeps_codes &= checkpoint.is_decoder or checkpoint.translate is not None
         notes.append(describe(headers, checkpoint.quantization, keeps_codes=keeps_codes))
     is_guess = not (checkpoint.folder / "modules.json").is_file()
     if task == "embed" and is_guess and checkpoint.architecture.endswith(_WORD_HEADS):

@@ -456,7 +456,9 @@ class _Reader:
         def outputs(features: int, count: int, *parts: str, heads: int | None = None) -> Linear:
             """Return `count` outputs of as many features, in one tensor or more."""
             each = count // len(parts)
-            return self._read.linear(
+            # codes of outputs that change places do not stay
+            read = self._read.floats if parts == names.up and names.gate == "second" else self._read
+            return read.linear(
                 [f"{at}.{part}" for part in parts],
                 hidden,
                 [each * features] * len(parts),

@@ -40,6 +40,7 @@ _BIAS = "numbers from -100 to 100 by token id"
 _WORDS = "a string, or a list of strings"
 _NUMBER = Parameter(0.0, "", lowest=-100, highest=100, is_whole=False)
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
+
 STRUCTURED_OUTPUTS = ("structured_outputs", "guided_decoding")
 
 _MAX_CHARACTERS = 65_536

@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from varlen_client.aio import DEFAULT_TEXT_CONCURRENCY
+from varlen_client.calls import Tokenizable
 from varlen_client.cli.options import (
     check_output,
     fail,
@@ -26,7 +27,6 @@ from varlen_client.cli.requests import RequestOptions, with_options
 from varlen_client.errors import VarlenClientError
 from varlen_client.generation import Generation, GenerationPrompt, Translation
 from varlen_client.sync import Client
-from varlen_client.tokenizer_call import Tokenizable
 
 # Longest answer of a command without `--max-tokens`. The wire's own default, as of vLLM and OpenAI, is 16.
 DEFAULT_MAX_TOKENS = 256

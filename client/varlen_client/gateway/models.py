@@ -20,13 +20,13 @@ from typing import Annotated, Any, Generic, TypeVar, cast
 from fastapi import Query
 
 from varlen_client.aio import AsyncClient
+from varlen_client.calls import TokenizedText
 from varlen_client.errors import InvalidRequest, ModelNotFound, ServerUnavailable, VarlenClientError
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.bodies import AND_ADAPTER, Ignore, TextFields
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.tools import ChatForms
 from varlen_client.tasks.row_task import RowTask
-from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.transport.session import RetryPolicy
 from varlen_client.wire import Inputs, ModelInfo, ModelState, Pairs, only_ready_model
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from varlen_client.gateway import embeddings, pooling, ranks, responses, tei, tokens
+from varlen_client.gateway import embeddings, ranks, responses, tei, tokens
 from varlen_client.gateway.generation import chat_completions, completions
 from varlen_client.gateway.models import Gateway
 
@@ -86,10 +86,10 @@ ROUTES: Sequence[Route] = (
     Route("/infinity/rerank", ranks.rank_as_infinity, _RANKED, ["Infinity"]),
     Route("/score", ranks.score, _SCORED, _VLLM),
     Route("/v1/score", ranks.score, _SCORED, _VLLM),
-    Route("/classify", pooling.classify, {"input": _TEXTS}, _VLLM),
-    Route("/v1/classify", pooling.classify, {"input": _TEXTS}, ["Dynamo"]),
-    Route("/pooling", pooling.pooling, {"input": _TEXTS}, _VLLM),
-    Route("/v1/extract", pooling.extract, _LABELLED, ["NeMo Guardrails"]),
+    Route("/classify", embeddings.classify, {"input": _TEXTS}, _VLLM),
+    Route("/v1/classify", embeddings.classify, {"input": _TEXTS}, ["Dynamo"]),
+    Route("/pooling", embeddings.pooling, {"input": _TEXTS}, _VLLM),
+    Route("/v1/extract", embeddings.extract, _LABELLED, ["NeMo Guardrails"]),
     Route("/embed", tei.embed, {"inputs": _TEXTS}, _TEI),
     Route("/embed_sparse", tei.embed_sparse, {"inputs": _TEXTS}, _TEI),
     Route("/embed_all", tei.embed_all, {"inputs": _TEXTS}, _TEI),

@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeAlias
 from pydantic import StrictBool, StrictStr
 from starlette.responses import Response
 
+from varlen_client.calls import Tokenizable, TokenizedText
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import Ids, ListOf, RequestBody, RowsOfIds, check_rows, rows_of
 from varlen_client.gateway.generation import Messages, for_template, template_variables
 from varlen_client.gateway.json_io import Blocks, Rows, json_response
 from varlen_client.gateway.models import Gateway
 from varlen_client.gateway.unserved_fields import TOKENIZATION
-from varlen_client.tokenizer_call import Tokenizable, TokenizedText
 
 # The answer has many times the bytes of a text.
 MAX_BYTES_OF_TEXT = 1 << 17

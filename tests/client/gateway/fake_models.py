@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from varlen_client.calls import TokenizedText
 from varlen_client.errors import InvalidRequest, ServerUnavailable
-from varlen_client.gateway.pooling import Classes
+from varlen_client.gateway.embeddings import Classes
 from varlen_client.gateway.tool_calls import PROBE_CHAT
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.tasks.extraction import ContextAnswer, Span
 from varlen_client.tasks.labels import RANK, RERANK, Entailment, LabelScore, Ranking
 from varlen_client.tasks.vectors import EMBED, SparseVector
-from varlen_client.tokenizer_call import TokenizedText
 from varlen_client.wire import ModelInfo, ModelState
 
 OUTPUTS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from varlen_client.gateway.pooling import tagged
+from varlen_client.gateway.embeddings import tagged
 from varlen_client.tasks.extraction import Span
 
 BODY = {"model": "embedder", "text": "Ada", "labels": ["person"]}

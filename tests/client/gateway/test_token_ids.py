@@ -2,9 +2,9 @@
 
 import pytest
 
+from varlen_client.calls import TokenizedText
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.models import check_special_tokens
-from varlen_client.tokenizer_call import TokenizedText
 
 LANGCHAIN = "check_embedding_ctx_length=False"
 # "a" as by BERT, T5, GPT-2, and a tokenizer with two tokens before the text.

@@ -7,7 +7,7 @@ import pytest
 
 from tests.client.gateway.asgi import run_virtual
 from varlen_client import ModelProcessEnded, RequestTimeout, ServerError, ServerUnavailable
-from varlen_client.transport.watch import ModelWatch
+from varlen_client.transport.replicas import ModelWatch
 
 SECONDS = 5.0
 GONE = ModelProcessEnded("the process of a_0 has ended")

@@ -77,6 +77,7 @@ _CT_FORMATS = dict.fromkeys(
 )
 # What is added to stored zero points.
 _WORD_FORMATS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}
+
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound="ConfigFields")
 

@@ -19,6 +19,7 @@ from varlen.models.notes import checkpoint_notes
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 LAYER = "model.layers.0.self_attn.q_proj"
+ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 GPT2 = {"n_embd": 32, "n_inner": 64, "n_head": 4}
 
 
@@ -99,10 +100,14 @@ def test_codes_that_stay_answer_as_floats(saved, tmp_path, form):
 
 
 @pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
-def test_a_decoder_that_embeds_keeps_codes(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "kind", ["Qwen3Model", "BertModel", "ModernBertModel", "DebertaV2Model"], ids=str
+)
+def test_a_model_that_embeds_keeps_codes(kind, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
     folder, floats = tmp_path / "codes", tmp_path / "floats"
-    expected = save_quantized(folder, "awq", "Qwen3Model")
+    sizes = {} if kind == "Qwen3Model" else ENCODER
+    expected = save_quantized(folder, "awq", kind, **sizes)
     widen(shutil.copytree(folder, floats), expected)
     caplog.set_level(logging.INFO)
 
