@@ -29,10 +29,12 @@ _OWN_SERVERS = (
     *("test_generation_workers.py", "test_int8.py", "test_killed_process.py", "test_parallel.py"),
     *("test_second_start.py", "test_serve.py", "test_translate.py"),
 )
-# Folders of the longest tests: servers, benchmarks, training, a build of the site.
-_LONGEST = (_SERVER_TESTS, "tests/tools/", "tests/ci/")
+# Beginnings of the longest tests: servers, benchmarks, training, a build of the site, models on an emulated GPU.
+_LONGEST = (_SERVER_TESTS, "tests/tools/", "tests/ci/", "tests/kernels/triton/test_fake_")
 # Their tests share no setup, and a few files hold most of them: each test goes wherever a worker is free.
 _SINGLE_TESTS = ("tests/kernels/compiled/", "tests/kernels/triton/")
+# Except these, whose tests share the captured graphs of a model.
+_SHARED_KERNEL_SETUP = "test_fake_steps.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +59,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             file = nodeid.partition("::")[0]
             if file.startswith(_SERVER_TESTS) and not file.endswith(_OWN_SERVERS):
                 return _SERVER_TESTS
-            return nodeid if file.startswith(_SINGLE_TESTS) else file
+            is_single = file.startswith(_SINGLE_TESTS) and not file.endswith(_SHARED_KERNEL_SETUP)
+            return nodeid if is_single else file
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(min(self.workqueue, key=_place), last=False)
@@ -69,6 +72,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def _place(scope: str) -> int:
     """Return how early these tests run, from 0 (tests of one place keep pytest-xdist's order)."""
     return next((n for n, folder in enumerate(_LONGEST) if scope.startswith(folder)), len(_LONGEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while tests are collected: nearly all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

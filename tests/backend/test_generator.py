@@ -122,7 +122,10 @@ def expected_of_joined(oracle):
 
 
 # with a target that no step keeps, prompts run in small chunks beside the stream
-@pytest.mark.parametrize("policy, latency", [("reserve", 1), ("optimistic", 400)])
+@pytest.mark.parametrize(
+    "policy, latency",
+    [pytest.param("reserve", 1, marks=pytest.mark.full), ("optimistic", 400)],
+)
 def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
     folder, oracle, expected_of_joined, policy, latency, block_bytes
 ):

@@ -63,10 +63,19 @@ STEPS = {
 }
 # By model name: the class of its checkpoint, and its settings.
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    # the costs of the others are measured
+    # the costs of `growing` and of `translator` are measured
     "encoder": ("BertModel", {**BATCHES, "warmup_seconds": "0"}),
     "growing": ("BertModel", {**BATCHES, "growing_arena": "true"}),
     "writer": ("GPT2LMHeadModel", {**STEPS, "task": "generate", "warmup_seconds": "0"}),
+    "coded": (
+        "GPT2LMHeadModel",
+        {**STEPS, "task": "generate", "warmup_seconds": "0", "dtype": "int8"},
+    ),
+    "halved": (
+        "GPT2LMHeadModel",
+        {**STEPS, "task": "generate", "warmup_seconds": "0"}
+        | {"dtype": "fp16", "kv_cache_dtype": "fp8"},
+    ),
     "translator": ("MarianMTModel", {**STEPS, "max_sequence_tokens": "24"}),
 }
 TEXTS = ["the cat", "a river", "the", "a b c d e f g"]
@@ -120,6 +129,7 @@ def check_vectors(server: EmulatedServer, name: str, folder: Path) -> None:
     assert_close(alone, expected[:1], roundings=encoder_roundings(folder))
 
 
+@pytest.mark.full
 def test_vectors_and_greedy_tokens_are_those_of_a_cpu(
     server: EmulatedServer, checkpoints: dict[str, Path], on_cpu: Callable[..., Any]
 ) -> None:
@@ -160,6 +170,32 @@ def test_drawn_and_searched_tokens_are_those_of_a_cpu(
         found = [each.result().token_ids for each in running]
 
     assert found == [on_cpu(prompt, **options).token_ids for prompt, options in cases]
+
+
+@pytest.mark.full
+def test_weights_of_8_bits_serve(server: EmulatedServer) -> None:
+    load_missing(server, "coded")
+
+    with Client(server.grpc_url, "coded") as client:
+        first, second = (client.generate(PROMPT, **GREEDY).token_ids for _ in range(2))
+    assert len(first) == 4
+    assert first == second
+    assert "int8: codes for the weights of 5 linear layers" in server.log()
+
+
+@pytest.mark.full
+def test_keys_of_8_bits_are_shared_by_prompts_and_beams(server: EmulatedServer) -> None:
+    load_missing(server, "halved")
+    # a whole block, and some tokens more
+    prompt = list(range(1, 21))
+
+    with Client(server.grpc_url, "halved") as client:
+        for options in (GREEDY, {"num_beams": 2, "max_tokens": 4}):
+            before = metrics(server, "halved")["varlen_prefix_cache_hit_tokens_total"]
+            first, second = (client.generate(prompt, **options).token_ids for _ in range(2))
+            assert first == second
+            after = metrics(server, "halved")["varlen_prefix_cache_hit_tokens_total"]
+            assert after - before >= 16
 
 
 @pytest.mark.full

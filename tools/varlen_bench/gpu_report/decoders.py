@@ -121,9 +121,9 @@ def loaded(name: str, grid: DecoderGrid) -> Iterator[Service[GeneratorParts]]:
             yield service
 
 
-def new_sequence(options: GenerationOptions) -> GeneratedSequence:
-    """Return a sequence that no request of a client waits for."""
-    prompt = Prompt(np.zeros(1, np.int32))
+def new_sequence(options: GenerationOptions, length: int = 1) -> GeneratedSequence:
+    """Return a sequence after a prompt of `length` tokens; no client waits for it."""
+    prompt = Prompt(np.zeros(length, np.int32))
     (sequence,) = unanswered_sequences(Request((prompt,), RequestOptions(generation=options)))
     assert isinstance(sequence, GeneratedSequence)
     return sequence
@@ -146,7 +146,7 @@ def decode_chunks(
 
 def prompt_chunk(runner: Runner, length: int, options: GenerationOptions) -> Chunk:
     """Return a whole prompt of `length` tokens, which samples a token."""
-    sequence = new_sequence(options)
+    sequence = new_sequence(options, length)
     blocks = array("i", range(-(-length // runner.info.block_size)))
     places = tuple(range(options.num_beams)) if sequence.is_searched else ()
     return Chunk(sequence, 0, (0,) * length, blocks, (sequence,), beam_slots=places)

@@ -80,13 +80,30 @@ def graphs():
     return RepeatedWork()
 
 
-@pytest.fixture
-def steps(programs, graphs):
-    """Return the steps of a CPU and of a GPU, over equal caches."""
+@pytest.fixture(scope="module")
+def step_graphs():
+    return RepeatedWork()
+
+
+@pytest.fixture(scope="module")
+def captured_steps(programs, step_graphs):
+    """Return steps of a CPU and of a GPU, their caches, and what these hold."""
     cpu, gpu = (each[0] for each in programs)
     runner, cpu_caches = over_caches(CpuRunner, cpu, of_steps=True)
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
-    return (CpuSteps(runner), cpu_caches), over_caches(CudaSteps, gpu, graphs=graphs, **blocks)
+    on_gpu, caches = over_caches(CudaSteps, gpu, graphs=step_graphs, **blocks)
+    first = {name: cache.clone() for name, cache in cpu_caches.items()}
+    return (CpuSteps(runner), cpu_caches), (on_gpu, caches), first
+
+
+@pytest.fixture
+def steps(captured_steps):
+    """Return the steps of a CPU and of a GPU, over equal caches."""
+    *steps, first = captured_steps
+    for _, caches in steps:
+        for name, cache in caches.items():
+            cache.copy_(first[name])
+    return tuple(steps)
 
 
 @pytest.fixture
@@ -187,22 +204,24 @@ def test_drafted_tokens_are_rows_that_read_the_rows_before_them(folder, steps, c
             assert_close(cache, cached[name], roundings=roundings)
 
 
-def test_each_step_replays_one_graph_and_captures_nothing(steps, graphs, chunk):
+def test_each_step_replays_one_graph_and_captures_nothing(steps, step_graphs, chunk):
     _, (gpu, _) = steps
-    captured = graphs.captured
+    captured, replayed = step_graphs.captured, step_graphs.replayed
 
     decoding = [chunk(5, 1) for _ in range(20)]
     for count in range(1, 21):
         logits_of(gpu, packed(decoding[:count]))
-    assert graphs.replayed == 20
+    assert step_graphs.replayed == replayed + 20
     longest = LARGEST["tokens"] - 18
     prompt = chunk(0, longest)
-    for length in range(2, longest + 1):
+    # up to 32 tokens and 64
+    lengths = (2, 13, 14, 15, longest)
+    for length in lengths:
         shorter = prompt._replace(token_ids=prompt.token_ids[:length])
         logits_of(gpu, packed([*decoding[:18], shorter]))
 
-    assert graphs.captured == captured
-    assert graphs.replayed == 20 + longest - 1
+    assert step_graphs.captured == captured
+    assert step_graphs.replayed == replayed + 20 + len(lengths)
 
 
 def test_steps_of_short_contexts_have_graphs_of_their_own(

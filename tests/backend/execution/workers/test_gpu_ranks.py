@@ -118,6 +118,24 @@ def test_tokens_are_those_of_one_process_also_after_a_rank_is_lost(
 
 
 @pytest.mark.full
+def test_keys_of_8_bits_are_shared_by_prompts_and_beams(
+    gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel", **DECODER)
+    # a whole block, and some tokens more
+    prompt = list(range(1, 21))
+    options = ({"temperature": 0.0, "ignore_eos": True}, {"num_beams": 2})
+
+    with load(folder, **RANKS, dtype="fp16", kv_cache_dtype="fp8") as model:
+        first, second = ([answers(model, prompt, (each,)) for each in options] for _ in range(2))
+        counts = model._service.model.scheduler.snapshot()
+
+    assert first == second
+    # the first request has stored the block
+    assert counts.blocks.prefix_hit_tokens == 3 * 16
+
+
+@pytest.mark.full
 def test_translations_are_those_of_one_process(gpus: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "t5", "T5ForConditionalGeneration", **TRANSLATOR)
     options: tuple[dict[str, Any], ...] = ({"num_beams": 1}, {"num_beams": 2})
