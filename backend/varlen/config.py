@@ -493,7 +493,7 @@ class EngineConfig:
     )
     cache_folder: str = parameter_field(
         "auto",
-        "Folder of measurements. `auto` is `varlen` in the user's cache folder.",
+        "Folder of measurements, int8 weights and compiled models. `auto` is `varlen` in the user's cache folder.",
         when="Set it in a container, to a folder of a volume: later starts then measure nothing.",
         pattern="(?s).+",
         allowed_text="auto, or a folder",

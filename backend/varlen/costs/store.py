@@ -15,9 +15,10 @@ import json
 import logging
 import math
 import os
+import platform
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -35,6 +36,8 @@ _T = TypeVar("_T")
 # Name and value of everything that decides costs, in readable form.
 CostKey: TypeAlias = Mapping[str, str]
 
+# Our own files that count.
+_CODE = (".py", ".json")
 # Entries of another layout have other names.
 _COSTS, _TEXTS, _SUFFIX = "costs_3-", "texts_1-", ".json"
 _LOCK = "measuring.lock"
@@ -199,6 +202,28 @@ def _warn(line: str) -> None:
 def digest_of(key: CostKey) -> str:
     """Return a hash of a key: equal for equal keys."""
     return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+
+
+def code_hash(folders: Sequence[Path]) -> str:
+    """Return a hash of the code and the tables in some folders, 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in _CODE:
+                digest.update(path.name.encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cpu_name() -> str:
+    """Return the name of the CPU's model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # an Arm kernel names no model
+    return names[0] if names else platform.machine()
 
 
 def _file_of(kind: str, key: CostKey) -> str:

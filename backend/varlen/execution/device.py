@@ -7,8 +7,7 @@ with shape and dtype. A model that is trained further keeps its measured costs, 
 import hashlib
 import math
 import os
-import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -24,6 +23,7 @@ import varlen.models
 import varlen.program
 import varlen_kernels
 from varlen.config import CODED, Device, DType, EngineConfig
+from varlen.costs.store import code_hash, cpu_name
 from varlen.errors import ConfigError
 from varlen.memory.planner import memory_errors
 from varlen.models.checkpoint.extraction import config_name
@@ -207,9 +207,8 @@ def name_of(device: torch.device) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-# Our own packages that run a batch, and the files of theirs that count.
+# Our own packages that run a batch.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
-_CODE = (".py", ".json")
 # A safetensors file begins with the length of its header, a little-endian number of this many bytes.
 _LENGTH_BYTES = 8
 
@@ -257,7 +256,7 @@ def device_name(device: torch.device) -> str:
         gpu = torch.cuda.get_device_properties(device)
         return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
     cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores"
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores"
 
 
 def library_versions(device: torch.device) -> Mapping[str, str]:
@@ -289,24 +288,3 @@ def _own_code_hash() -> str:
     It is read once, since this process runs what it has imported.
     """
     return code_hash([Path(folder) for package in _PACKAGES for folder in package.__path__])
-
-
-def code_hash(folders: Sequence[Path]) -> str:
-    """Return a hash of the code and the tables in some folders, 12 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in _CODE:
-                digest.update(path.name.encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # an Arm kernel names no model
-    return names[0] if names else platform.machine()

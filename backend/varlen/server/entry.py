@@ -258,8 +258,7 @@ def _load_service(
         os.environ.setdefault(name, value)
     from varlen.execution.workers.process import excludes_gpu, started_early
 
-    # the process of a model that generates has no session of its own
-    early = started_early(new_session=not kind.streams)
+    early = started_early(folder, config, generates=kind.streams)
     with early if excludes_gpu(config.device) else nullcontext():
         parts = kind.parts()
         from varlen.service.service import Service

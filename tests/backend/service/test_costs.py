@@ -20,12 +20,11 @@ from tests.backend.fakes.engine_parts import Clock
 from varlen.config import EngineConfig
 from varlen.costs import store as cost_store
 from varlen.costs.model import BatchShape
-from varlen.costs.store import CostStore, cache_folder, find_cache
+from varlen.costs.store import CostStore, cache_folder, code_hash, find_cache
 from varlen.errors import EngineError
 from varlen.execution import device as fingerprint
 from varlen.execution.device import (
     checkpoint_hash,
-    code_hash,
     cost_fields,
     device_name,
     library_versions,
@@ -439,7 +438,7 @@ def test_a_cpu_without_a_name_is_called_by_its_kind(monkeypatch, tmp_path):
         raise FileNotFoundError
 
     monkeypatch.setattr(fingerprint.Path, "read_text", unreadable)
-    monkeypatch.setattr(fingerprint.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cost_store.platform, "machine", lambda: "aarch64")
 
     assert device_name(torch.device("cpu")).startswith("aarch64, ")
 

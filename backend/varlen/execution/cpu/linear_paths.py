@@ -68,6 +68,35 @@ def _is_fused(op: Op, readers: Mapping[Value, Sequence[Op]], outputs: Sequence[V
     return reader.kernel == "activate" and op.results[0].dtype == torch.float32
 
 
+# The norm is the last result: some write the sum first.
+_NORMS = {"layer_norm", "add_layer_norm", "residual_layer_norm", "rms_norm", "residual_rms_norm"}
+
+
+def _widened_norms(program: Program) -> Iterator[Op]:
+    """Yield the ops, with rows widened before a norm that writes fp32.
+
+    Norms are compiled for rows and results of one dtype.
+    """
+    read = {*program.outputs, *(value for op in program.ops for value in op.reads)}
+    for op in program.ops:
+        is_wide = op.kernel in _NORMS and op.results[-1].dtype == torch.float32
+        narrow = [each for each in op.reads if each.dtype != torch.float32]
+        if not is_wide or not narrow or not read.isdisjoint(op.results[:-1]):
+            yield op
+            continue
+        wide = {
+            each: Value(f"{each.name} of {op.results[-1].name}", each.shape, torch.float32)
+            for each in narrow
+        }
+        for value, made in wide.items():
+            yield Op("to_fp32", (value,), {}, (made,))
+        operands = [
+            wide.get(each, each) if isinstance(each, Value) else each for each in op.operands
+        ]
+        results = [replace(each, dtype=torch.float32) for each in op.results]
+        yield replace(op, operands=tuple(operands), results=tuple(results))
+
+
 _ALIGNMENT = 64
 
 
@@ -247,8 +276,8 @@ def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Progra
     """Return the program with the ops that `paths` names.
 
     Layers of other shapes get `default`, or the default of their dtype; products of groups get panels. An op that can
-    follow a layer becomes a part of its op. The program holds no reference to weights that only layers of other layouts
-    read.
+    follow a layer becomes a part of its op, and rows of norms are widened where only so they are compiled. The program
+    holds no reference to weights that only layers of other layouts read.
     """
     packed: dict[int, Weights] = {}
 
@@ -279,7 +308,8 @@ def use_paths(program: Program, paths: LinearPaths, default: str = "") -> Progra
             packed[id(weight)] = LAYOUTS[path](weight)
         return replace(op, kernel=path, operands=(x, packed[id(weight)], bias))
 
-    return fuse_layers(Program([changed(op) for op in program.ops], program.outputs))
+    ops = [changed(op) for op in _widened_norms(program)]
+    return fuse_layers(Program(ops, program.outputs))
 
 
 def stored_paths(

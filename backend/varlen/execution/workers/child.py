@@ -6,7 +6,8 @@ engine brings the connection of a worker, and the memory that says whether its b
 its end, or dies, the process ends.
 
 Where all ops of a model of one step are compiled, the process executes itself anew, as `child FD compiled MODEL`: MODEL
-is a file in memory, and torch is gone (`compiled_work`).
+is a file in memory, and torch is gone. `child FD stored` reads it from the cache folder instead, and imports torch only
+if the model is not there any more (`compiled_work`).
 
 Workers of a model of one step are forked, and share the weights. No thread works at that time, so a fork leaves no lock
 behind. A process that has keys and values, or that leads others, is its own only worker. The other ranks or stages get
@@ -22,6 +23,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,6 +39,7 @@ from varlen.execution.workers.messages import (
     COMPILED,
     MAX_MESSAGE,
     MEMBER,
+    STORED,
     Answers,
     Array,
     Orders,
@@ -60,12 +63,16 @@ from varlen.processes import (
 
 if TYPE_CHECKING:
     from varlen.execution.runner import Runner
+    from varlen.execution.workers.compiled_work import CompiledWork, StoredModel
     from varlen.execution.workers.group import Leader, Member
 
 _log = logging.getLogger("varlen")
 
 # Characters of a log line or an error, which JSON may make six times as long.
 _TEXT_CHARACTERS = MAX_MESSAGE // 16
+# Lines of a load that are stored with its model at most.
+_KEPT_LINES = 100
+_COMPILED_WORK = "varlen.execution.workers.compiled_work"
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 # Seconds without a batch after which a worker returns the memory of intermediates.
@@ -86,15 +93,16 @@ def main() -> None:
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    log_by(_ToEngine(control))
+    engine = _ToEngine(control)
+    log_by(engine)
     return_large_memory()
     try:
         if COMPILED in sys.argv:
             work, serve = _read_compiled(control, int(sys.argv[-1]))
         else:
             # before the engine says which model it is
-            import_module("torch")
-            work, serve = _load(control)
+            import_module(_COMPILED_WORK if STORED in sys.argv else "torch")
+            work, serve = _load(control, engine)
     except VarlenError as error:
         send_control(control, _error(error))
         return
@@ -110,19 +118,27 @@ def main() -> None:
     serve()
 
 
-def _load(control: socket.socket) -> tuple[Work[Any, Any], Callable[[], None]]:
+def _load(control: socket.socket, engine: _ToEngine) -> tuple[Work[Any, Any], Callable[[], None]]:
     """Return the work of this process, and what runs it."""
-    from varlen.config import EngineConfig
-    from varlen.execution.workers.group import Leader, Member
-    from varlen.execution.workers.process import Setup
-    from varlen.execution.workers.work import BatchWork, StepWork
-
     try:
         fields, descriptors = receive_control(control)
     except EOFError:
         # the engine's process has ended
         sys.exit()
     set_log_level(fields["log_level"])
+    from varlen.execution.workers.compiled_work import StoredModel
+
+    stored = StoredModel.of(fields)
+    if stored is not None and STORED in sys.argv and (found := stored.read()) is not None:
+        _log.info("the workers hold no torch: the compiled model is read from the cache")
+        for level, line in found.lines:
+            _log.log(level, "%s (when it was loaded)", line)
+        return _serve_compiled(control, found)
+    from varlen.config import EngineConfig
+    from varlen.execution.workers.group import Leader, Member
+    from varlen.execution.workers.process import Setup
+    from varlen.execution.workers.work import BatchWork, StepWork
+
     setup = Setup(control, fields, EngineConfig(**fields["config"]), descriptors)
     kind = StepWork if setup.generates else BatchWork
     if setup.number is not None:
@@ -135,18 +151,34 @@ def _load(control: socket.socket) -> tuple[Work[Any, Any], Callable[[], None]]:
     if leader is not None:
         leader.finish_load()
     if work.is_forked:
-        _leave_torch(control, work.runner, fields["log_level"])
+        if stored != StoredModel.of(fields):
+            # files have changed meanwhile
+            stored = None
+        _leave_torch(control, work.runner, fields["log_level"], [*engine.lines], stored)
     return work, partial(_connect_workers, control, leader, work)
 
 
-def _leave_torch(control: socket.socket, runner: Runner, log_level: str) -> None:
-    """Execute this process anew, without torch; return if the model needs torch."""
+def _leave_torch(
+    control: socket.socket,
+    runner: Runner,
+    log_level: str,
+    lines: Sequence[tuple[int, str]],
+    stored: StoredModel | None,
+) -> None:
+    """Execute this process anew, without torch; return if the model needs torch.
+
+    Args:
+        lines: see `write_model`.
+        stored: file for a copy of the model.
+    """
     from varlen.execution.workers.compiled_work import torch_reason, write_model
 
     reason = torch_reason(runner)
     if not reason:
         try:
-            with os.fdopen(write_model(runner, log_level)) as model:
+            with os.fdopen(write_model(runner, log_level, lines)) as model:
+                if stored is not None:
+                    stored.write(model.fileno())
                 own = control.fileno(), model.fileno()
                 for each in own:
                     os.set_inheritable(each, True)
@@ -162,10 +194,17 @@ def _read_compiled(
     control: socket.socket, descriptor: int
 ) -> tuple[Work[Any, Any], Callable[[], None]]:
     """Return the work of a process without torch, and what runs it."""
-    from varlen.execution.workers.compiled_work import CompiledWork
+    from varlen.execution.workers.compiled_work import CompiledWork, read_content
 
-    work = CompiledWork(descriptor)
+    work = CompiledWork(read_content(descriptor))
+    os.close(descriptor)
     set_log_level(work.log_level)
+    return _serve_compiled(control, work)
+
+
+def _serve_compiled(
+    control: socket.socket, work: CompiledWork
+) -> tuple[Work[Any, Any], Callable[[], None]]:
     work.warm_up()
     return work, partial(_connect_workers, control, None, work)
 
@@ -299,15 +338,21 @@ def _error(error: VarlenError) -> dict[str, object]:
 
 
 class _ToEngine(logging.Handler):
-    """Sends log records to the engine, which logs them."""
+    """Sends log records to the engine, which logs them.
+
+    Attributes:
+        lines: level and text of the last ones.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         super().__init__()
         self._control = control
+        self.lines: deque[tuple[int, str]] = deque(maxlen=_KEPT_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)[-_TEXT_CHARACTERS:]
+            self.lines.append((record.levelno, text))
             send_control(self._control, {"log": [record.levelno, text]})
         except Exception:
             self.handleError(record)

@@ -3,24 +3,48 @@
 A process that has loaded a model leaves the table of its calls, the plan of its memory and its weights in one file in
 memory, and executes itself anew as a process that reads the file and imports no torch (`child`). Workers are forked
 from that one. docs/decisions/0137-workers-without-torch.md has measurements.
+
+A copy of the file in the cache folder lets later starts do without torch from the beginning (`StoredModel`).
+docs/decisions/0138-starts-without-torch.md has its rules.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
+import mmap
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+import varlen_kernels
+from varlen.costs.store import code_hash, cpu_name, digest_of
 from varlen.execution.cpu.call_table import CallKind, CallTable, TableRunner
 from varlen.execution.one_shot import OneShot
 from varlen.execution.thread_executor import CoreShare
-from varlen.execution.workers.messages import Array, Work, batch_of, content_of, message_of
+from varlen.execution.workers.messages import (
+    STORED_PREFIX,
+    Array,
+    Work,
+    batch_of,
+    content_of,
+    message_of,
+)
 from varlen.memory.memory_use import MemoryUse, Swap
 from varlen.memory.planner import HOST_ALIGNMENT, Axis, Buffer, Size, Usage, huge_pages, new_shared
 from varlen.request.request import DEFAULT_OPTIONS, SHORTEST_PROMPT, Prompt, RequestOptions
+from varlen_kernels.cache_files import CacheFolder
+from varlen_kernels.cpu.native.target_cpu import features_here, target_cpu
+from varlen_kernels.machine_memory import memory_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +56,21 @@ _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
 _MOST_BYTES = 1 << 30
 # Bytes that are read at once, from the end of the file, which is cut there: so a load holds no second copy.
 _PART_BYTES = 8 << 20
-# Bytes of the length of the message that the file begins with.
-_LENGTH_BYTES = 8
+# The file begins with the hash of a stored model, which is 0 in memory, and with the length of a message.
+_HASH_BYTES, _LENGTH_BYTES = 32, 8
+_MESSAGE = _HASH_BYTES + _LENGTH_BYTES
 _PAGE = 4096
+# Largest stored model, and all of a cache folder together: those that were used last stay.
+_MOST_STORED, _MOST_TOTAL = _MOST_BYTES + (64 << 20), 4 << 30
+# Files of a checkpoint with which its model is stored.
+_MOST_FILES = 1000
+# What variables begin with that decide torch's cores and instructions.
+_VARIABLES = ("ATEN_", "MKL_", "OMP_")
+_PACKAGE = Path(__file__).parents[2]
+# Microseconds of all cores that a container may use.
+_CORES = Path("/sys/fs/cgroup/cpu.max")
+
+_log = logging.getLogger(__name__)
 
 
 def torch_reason(runner: Runner) -> str:
@@ -54,8 +90,12 @@ def torch_reason(runner: Runner) -> str:
     return ""
 
 
-def write_model(runner: Runner, log_level: str) -> int:
-    """Return the descriptor of a file in memory that holds a compiled model."""
+def write_model(runner: Runner, log_level: str, lines: Sequence[tuple[int, str]] = ()) -> int:
+    """Return the descriptor of a file in memory that holds a compiled model.
+
+    Args:
+        lines: level and text of the lines that the load has logged.
+    """
     state, compiled, program = runner.state, runner.cpu_runner.compiled, runner.program
     assert isinstance(state, OneShot)
     assert compiled is not None
@@ -67,9 +107,9 @@ def write_model(runner: Runner, log_level: str) -> int:
     _, num_bytes, place = parts[-1]
     values = {
         "log_level": log_level,
+        "lines": lines,
         "facts": runner.facts(),
         "state": (state.task, state.unweighted),
-        "weight_bytes": place + num_bytes,
         "kinds": [
             (
                 kind.function,
@@ -95,7 +135,7 @@ def write_model(runner: Runner, log_level: str) -> int:
     message = message_of(values, arrays)
     begin = _begin_of_weights(len(message))
     descriptor = new_shared(begin + place + num_bytes)
-    os.pwrite(descriptor, len(message).to_bytes(_LENGTH_BYTES, "little") + message, 0)
+    os.pwrite(descriptor, len(message).to_bytes(_LENGTH_BYTES, "little") + message, _HASH_BYTES)
     for first, num_bytes, place in parts:
         os.pwrite(descriptor, (ctypes.c_char * num_bytes).from_address(first), begin + place)
     return descriptor
@@ -106,25 +146,24 @@ class CompiledWork(Work[_Batch, _Batch]):
 
     Attributes:
         log_level: the level that the settings have.
+        lines: level and text of the lines that its load has logged.
     """
 
     is_forked = True
     read = staticmethod(batch_of)
 
-    def __init__(self, descriptor: int) -> None:
-        """Read a file, and cut it off as it is read.
+    def __init__(self, content: mmap.mmap) -> None:
+        """Use the content of a file.
 
         Raises:
             ImportError, RuntimeError: see `address_of`.
         """
         self.runner = self
-        length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-        values, arrays = content_of(os.pread(descriptor, length, _LENGTH_BYTES))
+        length = int.from_bytes(content[_HASH_BYTES:_MESSAGE], "little")
+        values, arrays = content_of(content[_MESSAGE : _MESSAGE + length])
         rows, places, numbers, size_places, size_numbers, kind_of, indices, offsets = arrays
-        self._weights = _read_weights(
-            descriptor, _begin_of_weights(length), max(1, values["weight_bytes"])
-        )
-        rows.ravel()[indices] = self._weights.ctypes.data + offsets
+        self._content = np.frombuffer(content, np.uint8)
+        rows.ravel()[indices] = self._content.ctypes.data + _begin_of_weights(length) + offsets
         kinds = [
             CallKind(
                 name, tuple((_axis(each), columns) for each, columns in extents), tuple(constants)
@@ -144,6 +183,7 @@ class CompiledWork(Work[_Batch, _Batch]):
         )
         self._state = OneShot(self._device, *values["state"])
         self.log_level: str = values["log_level"]
+        self.lines: Sequence[tuple[int, str]] = values["lines"]
         self._facts: dict[str, Any] = values["facts"]
 
     def facts(self) -> dict[str, Any]:
@@ -192,20 +232,139 @@ def _parts(weights: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def _begin_of_weights(length: int) -> int:
-    return -(-(_LENGTH_BYTES + length) // _PAGE) * _PAGE
+    return -(-(_MESSAGE + length) // _PAGE) * _PAGE
 
 
-def _read_weights(descriptor: int, begin: int, num_bytes: int) -> Array:
-    """Return the weights behind a message, `[num_bytes]` uint8; the file is empty and closed then."""
-    pages = huge_pages(num_bytes)
-    view, end = memoryview(pages), num_bytes
+def read_content(descriptor: int, *, is_cut: bool = True) -> mmap.mmap:
+    """Return the content of a file.
+
+    Args:
+        is_cut: whether the file is cut off as it is read, so that its memory is never there twice.
+    """
+    end = os.fstat(descriptor).st_size
+    pages = huge_pages(end)
+    view = memoryview(pages)
     while end:
         first = max(0, end - _PART_BYTES)
-        os.preadv(descriptor, [view[first:end]], begin + first)
-        os.ftruncate(descriptor, begin + first)
+        os.preadv(descriptor, [view[first:end]], first)
+        if is_cut:
+            os.ftruncate(descriptor, first)
         end = first
-    os.close(descriptor)
-    return np.frombuffer(pages, np.uint8)
+    return pages
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The file of a compiled model in a cache folder.
+
+    It belongs to the folder of a checkpoint and its settings: its name has a hash of both. It begins with a hash of
+    its name, of its key and of its content: a file that is damaged, or that other files or versions have made, is
+    replaced by the load that follows. Files that were used last stay. Nothing that goes wrong with it is an error.
+
+    Attributes:
+        key: hash of what else decides the content.
+    """
+
+    path: Path
+    key: str
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StoredModel | None:
+        """Return the file of the model of a `Setup`; None if it has none.
+
+        Args:
+            fields: fields of the setup.
+        """
+        if not fields["stored"]:
+            return None
+        try:
+            return cls(Path(fields["stored"]), _key_of(Path(fields["folder"])))
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            _log.info("the compiled model is not stored: %s", error)
+            return None
+
+    def read(self) -> CompiledWork | None:
+        """Return the work of the model, if it is there."""
+        try:
+            with CacheFolder(self.path.parent).reading(self.path.name) as descriptor:
+                if os.fstat(descriptor).st_size > _MOST_STORED:
+                    raise ValueError("it is too large")
+                content = read_content(descriptor, is_cut=False)
+                if content[:_HASH_BYTES] != self._hash(content):
+                    raise ValueError(
+                        "it is damaged, or the checkpoint, the code or the CPU is another"
+                    )
+                with suppress(OSError):
+                    # a folder that cannot be written keeps the time of the load
+                    os.utime(descriptor)
+            return CompiledWork(content)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, ImportError, RuntimeError, MemoryError) as error:
+            _log.info("the compiled model in the cache is not used, the model is loaded: %s", error)
+            return None
+
+    def write(self, descriptor: int) -> None:
+        """Store a model that is in memory, and remove what was not used for longest."""
+        folder, content = (
+            CacheFolder(self.path.parent),
+            mmap.mmap(descriptor, 0, prot=mmap.PROT_READ),
+        )
+        try:
+            with folder.writing(self.path.name) as path, path.open("wb") as file:
+                file.write(self._hash(content))
+                file.write(memoryview(content)[_HASH_BYTES:])
+            found = []
+            for name in folder.names():
+                if name.removeprefix(".").startswith(STORED_PREFIX):
+                    status = (folder.path / name).lstat()
+                    found.append((status.st_mtime_ns, status.st_size, name))
+        except OSError as error:
+            _log.warning("the compiled model is not stored, and each start loads it: %s", error)
+            return
+        total = sum(size for _, size, _ in found)
+        for _, size, name in sorted(found):
+            if total > _MOST_TOTAL:
+                folder.remove(name)
+                total -= size
+
+    def _hash(self, content: mmap.mmap) -> bytes:
+        found = hashlib.sha256(f"{self.path.name} {self.key}".encode())
+        found.update(memoryview(content)[_HASH_BYTES:])
+        return found.digest()
+
+
+def _key_of(folder: Path) -> str:
+    """Return a hash of what decides a compiled model beside its settings.
+
+    Raises:
+        OSError, ValueError, ImportError, RuntimeError: it cannot be said.
+    """
+    stamps = []
+    names = (
+        Path(where, name) for where, _, names in os.walk(folder, followlinks=True) for name in names
+    )
+    for path in islice(names, _MOST_FILES + 1):
+        status = path.stat()
+        # a copy may have the time of another file, but not when it was written, nor its place
+        times = status.st_mtime_ns, status.st_ctime_ns
+        stamps.append(f"{path} {status.st_size} {times} {status.st_ino}")
+    if len(stamps) > _MOST_FILES:
+        raise ValueError(f"the checkpoint has more than {_MOST_FILES} files")
+    variables = [each for each in os.environ.items() if each[0].startswith(_VARIABLES)]
+    cores = _CORES.read_text() if _CORES.exists() else ""
+    return digest_of(
+        {
+            "files": str(sorted(stamps)),
+            "code": code_hash([*map(Path, varlen_kernels.__path__), _PACKAGE]),
+            "versions": str(
+                [sys.version, *map(metadata.version, ("torch", "numpy", "safetensors"))]
+            ),
+            "cpu": f"{cpu_name()} {target_cpu().level} {sorted(features_here())}",
+            "cores": f"{len(os.sched_getaffinity(0))} {cores} {sorted(variables)}",
+            "memory": str(memory_limit()),
+        }
+    )
 
 
 def _as_json(axis: Axis) -> object:

@@ -28,8 +28,11 @@ from varlen.memory.memory_use import MemoryUse, Swap
 from varlen.request.request import PAYLOADS, Bytes, Prompt, RequestOptions
 
 CHILD = "varlen.execution.workers.child"
-# Arguments of a process: another one leads it; it has no torch, before the descriptor of its model.
-MEMBER, COMPILED = "member", "compiled"
+# Arguments of a process: another one leads it; it has no torch, before the descriptor of its model; its model may be
+# stored, so that it needs none.
+MEMBER, COMPILED, STORED = "member", "compiled", "stored"
+# What the names of stored models begin with.
+STORED_PREFIX = "compiled-"
 # Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
 MAX_MESSAGE = 1 << 16
 # File descriptors of a message at most.

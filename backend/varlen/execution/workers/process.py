@@ -7,13 +7,14 @@ which takes longer than all that the engine's process does until its model loads
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -21,10 +22,18 @@ from typing import Any, NamedTuple
 
 from varlen import errors
 from varlen.config import Device, EngineConfig
+from varlen.costs.store import digest_of, find_cache
 from varlen.errors import EngineError, ModelFaultError, VarlenError
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.thread_executor import CoreShare
-from varlen.execution.workers.messages import CHILD, MEMBER, receive_control, send_control
+from varlen.execution.workers.messages import (
+    CHILD,
+    MEMBER,
+    STORED,
+    STORED_PREFIX,
+    receive_control,
+    send_control,
+)
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.processes import start_module
 
@@ -80,13 +89,16 @@ class ControlledProcess:
     The socket carries whole messages, log lines and errors among them.
     """
 
-    def __init__(self, *, new_session: bool, is_member: bool = False) -> None:
+    def __init__(
+        self, *, new_session: bool, is_member: bool = False, is_stored: bool = False
+    ) -> None:
         """Start the process.
 
         Args:
             new_session: whether it has a session of its own. Linux schedules a session as one: in another one, each
                 step of generation would wait twice for the time of others.
             is_member: whether the process that starts it leads it, and it ends with that one.
+            is_stored: whether it imports torch only if the stored model does not fit.
 
         Raises:
             EngineError: see `start_module`.
@@ -97,7 +109,7 @@ class ControlledProcess:
                 CHILD,
                 theirs,
                 _ENVIRONMENT,
-                *([MEMBER] if is_member else []),
+                *([MEMBER] if is_member else [STORED] if is_stored else []),
                 stdin=subprocess.DEVNULL,
                 new_session=new_session,
             )
@@ -178,10 +190,26 @@ def excludes_gpu(device: Device) -> bool:
     return device == "cpu" or (device == "auto" and not has_gpu_files)
 
 
+def _stored_path(folder: Path, config: EngineConfig, *, generates: bool) -> str:
+    """Return the file of a compiled model; empty for models that are not stored."""
+    cache = None if generates or config.num_processes > 1 else find_cache(config.cache_folder)
+    if cache is None:
+        return ""
+    key = {"folder": str(folder), "config": str(replace(config, device="cpu"))}
+    return str(cache / f"{STORED_PREFIX}{digest_of(key)[:32]}")
+
+
+def _start(stored: str, *, generates: bool) -> ControlledProcess:
+    return ControlledProcess(new_session=not generates, is_stored=os.access(stored, os.R_OK))
+
+
 @contextmanager
-def started_early(*, new_session: bool) -> Iterator[None]:
+def started_early(folder: Path, config: EngineConfig, *, generates: bool) -> Iterator[None]:
     """Start the process of a CPU model, which is loaded in this context."""
-    _early[new_session] = ControlledProcess(new_session=new_session)
+    new_session = not generates
+    _early[new_session] = _start(
+        _stored_path(folder, config, generates=generates), generates=generates
+    )
     try:
         yield
     finally:
@@ -318,16 +346,20 @@ class ModelProcess:
         return reason or f"worker process {self.pid} ended with code {self._process.code}"
 
     def _load(self) -> ModelInfo:
-        new_session = not self._generates
+        generates = self._generates
+        stored = ""
+        if self.config.device == "cpu":
+            stored = _stored_path(self._folder, self.config, generates=generates)
+        # early ones have a session of their own unless they generate
+        is_early = (not generates) in _early
         self._process = (
-            _early.pop(new_session)
-            if new_session in _early
-            else ControlledProcess(new_session=new_session)
+            _early.pop(not generates) if is_early else _start(stored, generates=generates)
         )
         setup = {
             "folder": str(self._folder),
             "config": asdict(self.config),
-            "generates": self._generates,
+            "generates": generates,
+            "stored": stored,
             "gpu": self._gpu,
             "log_level": self.config.log_level.upper(),
         }

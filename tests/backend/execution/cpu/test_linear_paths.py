@@ -176,6 +176,22 @@ def test_a_packed_program_holds_no_plain_weights():
     assert program.ops[0].operands[1].shape == (96, 48)
 
 
+@pytest.mark.parametrize("has_reader", [False, True], ids=["last", "sum-is-read"])
+def test_rows_of_16_bits_are_widened_before_the_last_norm_in_fp32(has_reader):
+    ops, weight = Recorder(), torch.rand(8)
+    x, y = (ops.input(name, ("tokens", 8), torch.bfloat16) for name in "xy")
+    total, normed = ops.residual_layer_norm(x, y, weight, None, eps=1e-5)
+    outputs = [ops.to_fp32(total), normed] if has_reader else [normed]
+    program = ops.finish(*outputs)
+
+    changed = use_paths(program, {})
+
+    widened = [] if has_reader else ["to_fp32", "to_fp32"]
+    assert kernels_of(changed)[: 1 + len(widened)] == [*widened, "residual_layer_norm"]
+    assert changed.outputs == program.outputs
+    assert changed.ops[len(widened)].results[1] == normed
+
+
 def test_layers_that_share_a_weight_share_the_packed_one():
     ops = Recorder()
     x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.randn(8, 8)

@@ -22,7 +22,7 @@ from ...fakes.engine_parts import Clock
 @pytest.mark.full
 def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
     config = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
-    with process.started_early(new_session=True):
+    with process.started_early(small_bert, config, generates=False):
         waiting = process._early[True].pid
         first, second = (ModelProcess(small_bert, config, generates=False) for _ in range(2))
 
@@ -34,8 +34,8 @@ def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
         second.close()
 
 
-def test_a_process_that_no_model_has_taken_is_ended():
-    with process.started_early(new_session=False):
+def test_a_process_that_no_model_has_taken_is_ended(tmp_path):
+    with process.started_early(tmp_path, EngineConfig(), generates=True):
         unused = process._early[False]
 
     assert unused.code
