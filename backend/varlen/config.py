@@ -23,7 +23,7 @@ Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 KvCacheDtype: TypeAlias = Literal["auto", "fp8"]
 GenerationDefaults: TypeAlias = Literal["auto", "none"]
-SpeculationMethod: TypeAlias = Literal["none", "ngram"]
+SpeculationMethod: TypeAlias = Literal["none", "ngram", "draft_model"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 # Bytes of a text for each token: few texts have more. Lower bounds of the defaults that follow the longest sequence.
@@ -404,10 +404,21 @@ class EngineConfig:
     )
     speculation: SpeculationMethod = parameter_field(
         "none",
-        "`ngram` drafts tokens: what followed the last tokens where they came before, in the prompt or answer. A step"
-        " verifies several, and answers do not change.",
-        when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents.",
+        "`ngram` drafts tokens: what followed the last tokens where they came before, in the prompt or answer."
+        " `draft_model` drafts them with a smaller model, on a CPU. A step verifies several, and answers do not"
+        " change.",
+        when="Set `ngram` if answers repeat their prompts, such as edits of code and answers from documents, and"
+        " `draft_model` for few requests at a time to a model that has a much smaller one of its kind.",
         choices=get_args(SpeculationMethod),
+        tasks=("generate",),
+    )
+    draft_model: str = parameter_field(
+        "none",
+        "Folder of the checkpoint that drafts with `speculation: draft_model`, with the same tokenizer. A relative one"
+        " is in the checkpoint's folder. It has the same dtype, and a share of `kv_bytes`.",
+        when="Set it to the smallest model that often writes the same tokens.",
+        pattern=r"[^,\"\\]+",
+        allowed_text="none, or a folder",
         tasks=("generate",),
     )
     num_speculative_tokens: int = parameter_field(
@@ -527,6 +538,16 @@ class EngineConfig:
             yield (
                 f"outputs is {self.outputs}; further outputs need execution packed, and tensor_parallel and"
                 " pipeline_parallel 1"
+            )
+        drafts = self.speculation == "draft_model"
+        if drafts != (self.draft_model != "none"):
+            yield (
+                f'draft_model is "{self.draft_model}" and speculation is "{self.speculation}"; allowed: a folder with'
+                " draft_model, none without"
+            )
+        if drafts and self.num_processes > 1:
+            yield (
+                "speculation is draft_model; allowed with tensor_parallel and pipeline_parallel above 1: none, ngram"
             )
         if 0 < self.max_step_tokens < self.max_running_sequences:
             yield (

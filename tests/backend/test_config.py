@@ -86,6 +86,7 @@ def test_every_setting_can_be_spelt_out():
         "prefix_cache": "false",
         "generation_config": "none",
         "speculation": "ngram",
+        "draft_model": "none",
         "num_speculative_tokens": "23",
         "prompt_lookup_min": "3",
         "sandbox_seconds": "19",

@@ -68,6 +68,8 @@ def server(checkpoint, with_defaults, tmp_path_factory):
     once = "model_transaction_policy { decoupled: false }"
     drafts = {"speculation": "ngram", "prompt_lookup_min": "1"}
     add_model(folder, "drafting", checkpoint, task="generate", **drafts)
+    drafts = {"speculation": "draft_model", "draft_model": str(checkpoint)}
+    add_model(folder, "two_models", checkpoint, task="generate", **drafts)
     add_model(folder, "once", checkpoint, text=once, task="generate")
     with LocalServer(folder, arguments=["--load-model=writer"], is_managed=True) as running:
         running.wait_ready()
@@ -285,16 +287,17 @@ def test_a_request_chooses_one_of_the_templates_with_names(server_of_all):
             client.generate(messages)
 
 
-def test_drafts_change_no_answer(server, url, in_process):
-    load_all(server, ["drafting"])
+@pytest.mark.parametrize("model", ["drafting", pytest.param("two_models", marks=pytest.mark.full)])
+def test_drafts_change_no_answer(server, url, in_process, model):
+    load_all(server, [model])
     prompts = [[5, 6, 7] * 6, prompt_of(20)]
-    with Client(url, "drafting") as client:
+    with Client(url, model) as client:
         for prompt in prompts:
             (expected,) = in_process.generate([prompt], max_tokens=40, **GREEDY)
             parts = list(client.stream(prompt, max_tokens=40, **GREEDY))
             assert [token for part in parts for token in part.token_ids] == [*expected.token_ids]
     # how many run depends on what they cost here
-    assert metrics(server, "drafting")["varlen_draft_tokens_accepted_total"] >= 0
+    assert metrics(server, model)["varlen_draft_tokens_accepted_total"] >= 0
 
 
 def test_the_generate_endpoint_takes_plain_json(server, in_process):

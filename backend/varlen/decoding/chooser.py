@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -136,11 +136,21 @@ class TokenChooser:
     def outputs(
         self, step: Batch, plan: DevicePlan, chosen: Chosen, logits: Tensor | None
     ) -> list[SampledToken | BeamStep]:
+        outputs = self._outputs(step, plan, chosen, logits)
+        # drafted rows come first
+        for row, guess in enumerate(chosen.guesses):
+            outputs[row] = cast(SampledToken, outputs[row])._replace(guess=guess)
+        return outputs
+
+    def _outputs(
+        self, step: Batch, plan: DevicePlan, chosen: Chosen, logits: Tensor | None
+    ) -> list[SampledToken | BeamStep]:
         has_edits = plan.draws is not None and plan.draws.edits is not None
         if plan.is_whole and not plan.searches:
             if has_edits:
                 self._sampler.note(*step.sampled[:2], chosen.token_ids)
-            fields = zip(chosen.token_ids, repeat(None), repeat(None), repeat(False))
+            no = repeat(None)
+            fields = zip(chosen.token_ids, no, no, repeat(False), no)
             return [new_tuple(SampledToken, each) for each in fields]
         outputs: list[SampledToken | BeamStep] = []
         of_host: list[_Row] = []

@@ -30,7 +30,7 @@ class KvSize:
     """Size of the KV caches of one model.
 
     Attributes:
-        block_bytes: memory of a block in all layers, keys and values, in bytes.
+        block_bytes: memory of a block in all layers, keys and values, in bytes; with a draft model in both.
     """
 
     num_blocks: int
@@ -49,6 +49,7 @@ def kv_size(
     lengths: Sequence[int],
     has_beams: bool,
     processes: int = 1,
+    beside: int = 0,
 ) -> KvSize:
     """Return the size of the caches that the settings allow.
 
@@ -57,6 +58,7 @@ def kv_size(
         heads: head layout of each layer, in this process.
         has_beams: whether most sequences are beams, which copy a block when they part.
         processes: processes that share `kv_bytes`.
+        beside: bytes of a block of a draft model, which has as many blocks.
         lengths: lengths of the longest sequence, and of the longest source text if there are any.
 
     Raises:
@@ -70,7 +72,7 @@ def kv_size(
         raise ConfigError(
             f"kv_block_tokens is {block_size}; allowed on a GPU: multiples of {_GPU_BLOCK_TOKENS}"
         )
-    block_bytes = 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
+    block_bytes = beside + 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
     allowed = config.kv_limit(memory_of(device, processes)) // processes
     if allowed < block_bytes:
         raise ConfigError(

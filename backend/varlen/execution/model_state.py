@@ -34,6 +34,7 @@ from varlen.execution.packing import (
     in_order,
     pack_step,
     part_of_step,
+    rows_of_step,
     source_arrays,
     source_dims,
     step_arrays,
@@ -170,7 +171,10 @@ class Decoder:
 
     Attributes:
         searches: searches that the device continues.
+        draft: drafts tokens that a step verifies, if the settings have a draft model.
     """
+
+    draft: DraftModel | None = None
 
     def __init__(
         self,
@@ -327,6 +331,7 @@ class Decoder:
         if self._searching_steps is not None and self._runs_searches(step):
             logits = self.steps.last_logits(len(step.searches["rows"]), step.slot)
             return Chosen((), self._searching_steps.run(step, logits))
+        guesses = () if self.draft is None else self.draft.run(step, part)
         logits = self.run_part(part)
         token_ids: Sequence[int] = ()
         if step.edits:
@@ -342,9 +347,14 @@ class Decoder:
                 on_device = tensors_of(step.searches)
                 numbers = self.searches.advance(logits, step.searches, on_device)
             searches = choices_of(numbers, step.searches)
-        return Chosen(token_ids, searches)
+        if self.draft is not None:
+            self.draft.store_last(step, part, token_ids)
+        return Chosen(token_ids, searches, guesses)
 
     def _runs_searches(self, step: PackedStep) -> bool:
+        if self.draft is not None and len(step.inputs["slots"]) > len(step.beams.get("given", ())):
+            # keys of prompts are shared with sequences that draft
+            return False
         return self._searching_steps is not None and self._searching_steps.runs(step)
 
     @torch.inference_mode()
@@ -427,6 +437,7 @@ class Decoder:
         self.steps.close()
         self._states.clear()
         del self._kv_memory
+        self.draft = None
 
     def _give(self, packed: PackedStep, step: Batch) -> None:
         if packed.beams:
@@ -455,6 +466,72 @@ class Decoder:
         blocks = torch.empty(len(copies), 2, dtype=torch.int32, pin_memory=is_cuda)
         blocks.numpy()[:] = copies
         self._kernels.copy_blocks(self._kv_memory, blocks.to(self._device, non_blocking=True))
+
+
+class DraftModel:
+    """A smaller decoder of the same vocabulary, which drafts the tokens that a step verifies.
+
+    It runs every token that the model beside it runs, and block j of a sequence is block j of both. So a block that is
+    shared, copied or written again is so in both.
+    """
+
+    def __init__(self, decoder: Decoder, vocab_size: int) -> None:
+        """Draft tokens below `vocab_size`, which both models have."""
+        self._decoder, self._last = decoder, vocab_size - 1
+
+    def run(self, step: PackedStep, part: PackedStep) -> Sequence[int]:
+        """Run a step, and then each drafted token that another one follows; return these tokens.
+
+        They are drawn with the numbers of the rows that verify them, and written into the inputs of the step.
+
+        Args:
+            part: the step as `Decoder.prepare` returns it.
+        """
+        drafts, tokens = step.drafts, part.inputs["token_ids"]
+        count = len(drafts)
+        # the keys of rows that are not drafted yet are written again
+        logits = self._run(part)
+        rows = np.flatnonzero(drafts >= count)
+        logits = logits[torch.from_numpy(drafts[rows])]
+        while True:
+            tokens[rows] = self._guesses(step, logits, drafts[rows])
+            rows = np.flatnonzero(np.isin(drafts, rows))
+            if not len(rows):
+                return list(tokens[:count])
+            logits = self._run_rows(part, drafts[rows])
+
+    def store_last(self, step: PackedStep, part: PackedStep, token_ids: Sequence[int]) -> None:
+        """Run drafted tokens that none follows, where they were chosen.
+
+        Args:
+            token_ids: see `Chosen`; without them all may have been chosen.
+        """
+        drafts = step.drafts
+        last = np.setdiff1d(np.arange(len(drafts)), drafts)
+        if token_ids:
+            last = last[part.inputs["token_ids"][last] == np.array(token_ids)[drafts[last]]]
+        if len(last):
+            self._run_rows(part, last)
+
+    def _guesses(self, step: PackedStep, logits: Tensor, rows: Int32Array) -> Int32Array:
+        """Return a token for each of some rows of the logits of a step."""
+        if not len(rows):
+            return rows
+        draws = {name: each[rows] for name, each in step.draws.items()}
+        found = (
+            sample_tokens(logits, **tensors_of(draws))
+            if "uniform" in draws
+            else best_tokens(logits)
+        )
+        # logits that are no numbers draw any token
+        return found.numpy().clip(0, self._last)
+
+    def _run_rows(self, part: PackedStep, rows: Int32Array) -> Tensor:
+        return self._run(part_of_step(rows_of_step(part.inputs, rows)))
+
+    def _run(self, part: PackedStep) -> Tensor:
+        token_ids = part.inputs["token_ids"].clip(0, self._last)
+        return self._decoder.run_part(replace(part, inputs={**part.inputs, "token_ids": token_ids}))
 
 
 class EncoderDecoder(Decoder):

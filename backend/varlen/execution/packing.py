@@ -69,6 +69,8 @@ _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: Arrays = {}
 _NO_SEARCHES: Int32Array = np.empty((0, FOLLOW_COLUMNS), np.int32)
 _NO_ADAPTERS: Mapping[str, int] = {}
+_NO_DRAFTS: Int32Array = np.empty(0, np.int32)
+_NO_FOLLOWS: Int32Array = np.empty((2, 0), np.int32)
 
 
 # Dimensions of a packed batch whose prompts have no payload.
@@ -83,6 +85,8 @@ _BOUNDS = {
     "source_rows": "",
     "cu_source_blocks": "source_block_ids",
 }
+# Inputs of a step with a number for each row of one token.
+_OF_ROWS = ("token_ids", "position_ids", "slots", "context_lens")
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
@@ -408,6 +412,7 @@ class PackedStep:
             `banned_tokens`, and `sizes`: candidates of a beam, all beams, and whether log probabilities are normalized
             again without banned tokens. With `later`, `[later steps, searches, 2]`, as many more steps may run, which
             have these divisors. Empty if no search takes its step here.
+        drafts: `[drafted rows]`, the row of the logits that each drafted token guesses. These rows come first.
     """
 
     copies: Int32Array
@@ -419,6 +424,7 @@ class PackedStep:
     draws: Arrays
     beams: Arrays
     searches: Arrays
+    drafts: Int32Array
 
     @property
     def number(self) -> int:
@@ -481,6 +487,7 @@ def pack_step(
         {} if plan.draws is None else draw_arrays(plan.draws),
         beam_arrays(step.chunks),
         search_arrays(step.chunks, plan),
+        draft_array(step.chunks),
     )
 
 
@@ -513,7 +520,7 @@ def part_of_step(
         sources: `source_arrays`, encoded before it.
         order: see `PackedStep`.
     """
-    return PackedStep(copies, sources, inputs, order, np.empty((2, 0), np.int32), {}, {}, {}, {})
+    return PackedStep(copies, sources, inputs, order, _NO_FOLLOWS, {}, {}, {}, {}, _NO_DRAFTS)
 
 
 def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
@@ -621,6 +628,35 @@ def draw_arrays(draws: Draws) -> Arrays:
         "top_p": np.array(top_ps, np.float32),
         "min_p": np.array(min_ps, np.float32),
         "uniform": draws.uniform,
+    }
+
+
+def draft_array(chunks: Sequence[Chunk]) -> Int32Array:
+    """Return `PackedStep.drafts`."""
+    if not chunks[0].drafted:
+        return _NO_DRAFTS
+    count = sum([bool(chunk.drafted) for chunk in chunks])
+    ends = accumulate([chunk.num_logit_rows for chunk in chunks[count:]], initial=count)
+    rows = {chunk.sequence: row for chunk, row in zip(chunks[count:], ends, strict=False)}
+    guessed = []
+    for row, chunk in enumerate(chunks[:count]):
+        guessed.append(rows[chunk.sequence])
+        rows[chunk.sequence] = row
+    return np.array(guessed, np.int32)
+
+
+def rows_of_step(inputs: Arrays, rows: Int32Array) -> Arrays:
+    """Return inputs of some rows of a step that have one token each."""
+    bounds, blocks = inputs["cu_blocks"], inputs["block_ids"]
+    tables = [blocks[bounds[row] : bounds[row + 1]] for row in rows]
+    own = {name: inputs[name][rows] for name in _OF_ROWS}
+    places = np.arange(len(rows) + 1, dtype=np.int32)
+    return {
+        **own,
+        "cu_seqlens": places,
+        "block_ids": np.concatenate(tables),
+        "cu_blocks": bounds_of([len(table) for table in tables]),
+        "logit_rows": places[:-1],
     }
 
 

@@ -101,6 +101,7 @@ def load_programs(
     seconds: float,
     workers: int = 1,
     link: RankLink[Any] = NO_OTHERS,
+    beside: int = 0,
 ) -> LoadedPrograms:
     """Return the programs of a checkpoint for a task.
 
@@ -109,6 +110,7 @@ def load_programs(
         longest: longest sequence, in tokens.
         workers: workers that hold adapters each.
         seconds: most time to measure the fastest way to run linear layers; 0 measures none.
+        beside: bytes of a KV block of a draft model.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
@@ -117,7 +119,7 @@ def load_programs(
     check_task_dtype(config.dtype, task)
     check_task_device(device, task)
     dtype = choose_dtype(config.dtype, device)
-    loading = _Loading(checkpoint, config, task, dtype, device, link.rank)
+    loading = _Loading(checkpoint, config, task, dtype, device, link.rank, beside)
     # its weights go with the model: packed ones replace them
     loaded = _record(
         kind, loading, kernels, longest=longest, seconds=seconds, workers=workers, link=link
@@ -255,6 +257,7 @@ class _Loading:
     dtype: torch.dtype
     device: torch.device
     rank: Rank
+    beside: int
 
     @property
     def codes(self) -> Codes | None:
@@ -435,6 +438,7 @@ class Steps:
             lengths=[longest] * (2 if self._has_sources else 1),
             has_beams=self._has_sources,
             processes=config.num_processes,
+            beside=self._loading.beside,
         )
 
     def record(self, kv: KvSize, adapters: AdapterTables | None = None) -> tuple[Program, ...]:

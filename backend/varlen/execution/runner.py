@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -41,6 +41,7 @@ from varlen.execution.model_info import (
 )
 from varlen.execution.model_state import (
     Decoder,
+    DraftModel,
     EncoderDecoder,
     SeveralOutputs,
 )
@@ -60,6 +61,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.memory_use import AdapterUse, MemoryUse, Swap
 from varlen.memory.planner import Dims
 from varlen.models.blocks.inputs import LABEL_PART
+from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program, Value
 from varlen.request.request import (
@@ -73,6 +75,7 @@ from varlen.request.request import (
     RequestOptions,
 )
 from varlen.scheduling.batch import MAX_STEPS, Batch
+from varlen.scheduling.device_plan import EditLimits
 from varlen.tasks import TASKS, Task
 from varlen_kernels.ops import kernels_for
 
@@ -152,6 +155,7 @@ class Runner:
         *,
         longest: int,
         seconds: float,
+        beside: int = 0,
     ) -> LoadedPrograms:
         self._loaded = load_programs(
             kind,
@@ -164,6 +168,7 @@ class Runner:
             seconds=seconds,
             workers=self._workers,
             link=self.link,
+            beside=beside,
         )
         self.programs = self._loaded.programs
         return self._loaded
@@ -200,10 +205,15 @@ class Runner:
         checkpoint.check_task(task)
         longest = generation_limit(checkpoint, config)
         max_step_tokens = step_limit(checkpoint, config)
-        loaded = self._load(Steps, checkpoint, task, longest=longest, seconds=config.warmup_seconds)
+        seconds = config.warmup_seconds
+        draft = self._load_draft(checkpoint, longest, seconds)
+        beside = 0 if draft is None or draft.kv is None else draft.kv.block_bytes
+        loaded = self._load(
+            Steps, checkpoint, task, longest=longest, seconds=seconds, beside=beside
+        )
         assert loaded.kv is not None
         self.arenas = step_arenas(
-            self.programs,
+            self.programs if draft is None else (*self.programs, *draft.programs),
             config,
             self.device,
             max_step_tokens=max_step_tokens,
@@ -220,6 +230,20 @@ class Runner:
             limits=edit_limits(checkpoint, config),
             link=self.link,
         )
+        if draft is not None:
+            weight_bytes = loaded.weight_bytes + draft.weight_bytes
+            self._loaded = replace(loaded, weight_bytes=weight_bytes)
+            decoder = Decoder(
+                draft,
+                self.arenas[1:],
+                config,
+                chooser,
+                self._kernels,
+                longest=longest,
+                limits=EditLimits(0, 0),
+                link=NO_OTHERS,
+            )
+            self.state.draft = DraftModel(decoder, min(loaded.vocab_size, draft.vocab_size))
         self.launch_batch, self.arrived = self.state.launch_batch, self.state.arrived
         if isinstance(self.state.steps, CudaSteps):
             self.graph_use = self.state.graph_use
@@ -234,6 +258,45 @@ class Runner:
             num_blocks=loaded.kv.num_blocks,
             block_size=loaded.kv.block_size,
             block_bytes=loaded.kv.block_bytes,
+        )
+
+    def _load_draft(
+        self, checkpoint: Checkpoint, longest: int, seconds: float
+    ) -> LoadedPrograms | None:
+        """Return the draft model of a checkpoint, if the settings have one."""
+        config = self._config
+        if config.speculation != "draft_model":
+            return None
+        for is_refused, what, remedy in (
+            (
+                self.device.type != "cpu",
+                "the device is a GPU",
+                "device: cpu, or speculation: ngram",
+            ),
+            (
+                adapter_folders(checkpoint.folder, config.adapters),
+                "it has adapters",
+                "adapters: none",
+            ),
+        ):
+            if is_refused:
+                raise ConfigError(f"speculation is draft_model, and {what}; set {remedy}")
+        draft = Checkpoint.open(checkpoint.folder / config.draft_model)
+        draft.check_task("generate")
+        if longest > draft.position_limit:
+            raise ConfigError(
+                f"sequences have up to {longest} tokens, and the draft model has positions for"
+                f" {draft.position_limit}: set max_sequence_tokens to that"
+            )
+        return load_programs(
+            Steps,
+            draft,
+            replace(config, adapters="none"),
+            "generate",
+            self.device,
+            self._kernels,
+            longest=longest,
+            seconds=seconds,
         )
 
     def _info(self, task: Task, longest: int, device: str, **own: Any) -> ModelInfo:

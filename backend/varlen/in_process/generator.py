@@ -66,6 +66,7 @@ class GeneratorSettings(ModelSettings, total=False):
     speculation: SpeculationMethod
     num_speculative_tokens: int
     prompt_lookup_min: int
+    draft_model: str
 
 
 class Generator(InProcess):

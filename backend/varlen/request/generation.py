@@ -329,6 +329,12 @@ class GenerationOptions:
                 )
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on how often the answer has each token."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
     def is_search(self) -> bool:
         """Whether an option asks for beam search, perhaps with one beam; else tokens are sampled."""
         return self.num_beams > 1 or any(

@@ -117,10 +117,12 @@ class Chosen(NamedTuple):
     Attributes:
         token_ids: token of each row of logits, if tokens were drawn; else empty.
         searches: steps of searches, if any were taken.
+        guesses: tokens that a draft model has drafted, one for each drafted row.
     """
 
     token_ids: Sequence[int] = ()
     searches: ChosenBeams | None = None
+    guesses: Sequence[int] = ()
 
 
 class SampledToken(NamedTuple):
@@ -130,12 +132,14 @@ class SampledToken(NamedTuple):
         logprobs: log probabilities, if the request asks for them.
         error: reason why no token could be chosen; ends the request.
         is_pending: whether no token could be chosen yet; the same token is computed again in the next step.
+        guess: the token of its row, if a draft model has drafted it.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: VarlenError | None = None
     is_pending: bool = False
+    guess: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

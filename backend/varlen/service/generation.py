@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -15,7 +16,7 @@ from varlen.decoding.grammar.grammars import MAX_COMPILING, GrammarHold, Grammar
 from varlen.decoding.text.chat import ChatTemplate
 from varlen.decoding.text.writer import TextWriter, TokenBytes
 from varlen.decoding.token_edits import BadWords
-from varlen.errors import ConfigError, RequestError
+from varlen.errors import CheckpointError, ConfigError, RequestError
 from varlen.execution.device import choose_device, usable_cores
 from varlen.execution.executor import (
     InlineExecutor,
@@ -137,6 +138,8 @@ class GeneratorParts:
         torch.set_num_threads(config.threads or usable_cores())
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
+        if config.speculation == "draft_model":
+            _check_draft_model(checkpoint.folder / config.draft_model, tokenizer)
         sandbox, template = generation_sandbox(checkpoint, config, tokenizer.huggingface, ends)
         opened.callback(sandbox.close)
         # it loads while the weights do
@@ -297,6 +300,21 @@ class GeneratorParts:
         log_notes(checkpoint, task, longest, limits, keeps_codes=config.keeps_codes)
 
 
+def _check_draft_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless a folder has a model that generates with these tokens."""
+    try:
+        Checkpoint.open(folder).check_task("generate")
+    except CheckpointError as error:
+        raise ConfigError(f'draft_model is "{folder}": {error}') from error
+    own, drafts = (each.huggingface.get_vocab() for each in (tokenizer, Tokenizer(folder, 1)))
+    if own != drafts:
+        differ = len(own.items() ^ drafts.items())
+        raise ConfigError(
+            f'draft_model is "{folder}", whose vocabulary differs in {differ} tokens; allowed: a model with the same'
+            " tokenizer.json"
+        )
+
+
 def _task_of(checkpoint: Checkpoint) -> Task:
     return "generate" if checkpoint.translate is None else "translate"
 
@@ -336,7 +354,8 @@ def _new_compile_queue(config: EngineConfig, admission: Admission, stats: Stats)
 def _new_scheduler(
     config: EngineConfig, info: ModelInfo, admission: Admission, launch_steps: int
 ) -> IterationScheduler:
-    drafts = config.num_speculative_tokens, config.prompt_lookup_min
+    shortest = 0 if config.speculation == "draft_model" else config.prompt_lookup_min
+    drafts = config.num_speculative_tokens, shortest
     limits = StepLimits(
         max_step_tokens=info.max_batch_tokens,
         inter_token_latency_seconds=config.inter_token_latency_ms / 1000,

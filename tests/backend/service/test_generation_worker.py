@@ -1,6 +1,8 @@
 """Generation in a worker process: its end costs no request a token."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,10 +10,13 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread, Timer
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import WEIGHTS, save_checkpoint
 from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.decoding.sampling.sampling import EditSlots
@@ -21,6 +26,7 @@ from varlen.execution.runner import Runner
 from varlen.execution.workers import steps
 from varlen.execution.workers.process import RestartLimit
 from varlen.in_process.generator import Generator
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
 from varlen.scheduling.iteration.step_size import DraftCost
 from varlen.service.generation import GeneratorParts
@@ -256,6 +262,126 @@ def test_drafts_change_no_answer_with_penalties(decoder, slots, monkeypatch):
         assert answers_of(made, kinds, max_tokens=100)[1] == expected
         counts = made.snapshot()
     assert 0 < counts.accepted_tokens < counts.drafted_tokens
+
+
+@pytest.fixture(scope="module")
+def drafts(decoder, tmp_path_factory):
+    """Folders of draft models: the decoder itself, one that is like it, and another one."""
+    folder = tmp_path_factory.mktemp("drafts")
+    shutil.copytree(decoder, folder / "like")
+    weights = load_file(folder / "like" / WEIGHTS)
+    numbers = torch.Generator().manual_seed(0)
+    for name, each in weights.items():
+        weights[name] = each + 0.03 * each.std() * torch.randn(each.shape, generator=numbers)
+    save_file(weights, folder / "like" / WEIGHTS, metadata={"format": "pt"})
+    torch.manual_seed(5)
+    other = save_checkpoint(folder / "other", "LlamaForCausalLM")
+    return {"same": decoder, "like": folder / "like", "other": other}
+
+
+def drafting(folder, **settings):
+    return {"speculation": "draft_model", "draft_model": str(folder), **settings}
+
+
+# answers whose tokens the process draws from the logits alone
+DRAWN = {
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
+    "seeded": {"seed": 3, "top_p": 0.9, "ignore_eos": True},
+    "samples": {"seed": 4, "n": 3, "top_k": 50, "ignore_eos": True},
+    "more samples": {"seed": 5, "n": 3, "temperature": 0.7, "ignore_eos": True},
+}
+
+
+@pytest.mark.usefixtures("free_drafts")
+@pytest.mark.parametrize("policy", [pytest.param("reserve", marks=pytest.mark.full), "optimistic"])
+@pytest.mark.parametrize("name", ["same", "like", pytest.param("other", marks=pytest.mark.full)])
+def test_a_draft_model_changes_no_answer(decoder, drafts, name, policy):
+    more = {
+        "least": {"seed": 7, "min_tokens": 9, "temperature": 0.3},
+        "stop": {"seed": 9, "stop": ["a", "e"], "temperature": 0.5},
+    }
+    # few blocks: sequences are preempted
+    few = {**SETTINGS, "kv_policy": policy, "kv_bytes": 500_000}
+    config = EngineConfig(**few)
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        expected = [answers_of(made, each, max_tokens=48)[1] for each in (DRAWN, {**KINDS, **more})]
+    config = EngineConfig(**few, **drafting(drafts[name]))
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        assert answers_of(made, DRAWN, max_tokens=48)[1] == expected[0]
+        counts = made.snapshot()
+        assert (counts.preemptions > 0) == (policy == "optimistic")
+        assert (counts.accepted_tokens > counts.drafted_tokens / 4) == (name != "other")
+        if name == "same":
+            # its blocks hold the keys of every token: of shared, copied and preempted ones too
+            assert counts.accepted_tokens > 0.97 * counts.drafted_tokens
+        assert answers_of(made, {**KINDS, **more}, max_tokens=48)[1] == expected[1]
+        assert made.snapshot().blocks.used == 0
+
+
+@pytest.mark.usefixtures("free_drafts")
+def test_a_draft_model_in_a_process_changes_no_answer_though_it_is_killed(decoder, drafts):
+    kinds = {**KINDS, **DRAWN}
+    config = EngineConfig(**SETTINGS)
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        expected = answers_of(made, kinds, max_tokens=40)[1]
+    with generator_of(decoder, **drafting(drafts["like"])) as made:
+        killer = Killer(made, 11)
+        assert answers_of(made, kinds, max_tokens=40)[1] == expected
+        killer.stop()
+        assert answers_of(made, DRAWN, max_tokens=40)[1]
+        counts = made.snapshot()
+        assert 0 < counts.accepted_tokens < counts.drafted_tokens
+        assert counts.blocks.used == 0
+
+
+def test_caches_of_both_models_share_kv_bytes(decoder, drafts):
+    blocks = []
+    for more in ({}, drafting(drafts["same"])):
+        config = EngineConfig(**{**SETTINGS, "kv_bytes": 600_000}, **more)
+        with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+            info = made._service.model.runner.info
+            blocks.append((info.num_blocks, info.block_bytes, info.weight_bytes, info.arena_bytes))
+    alone, both = blocks
+    assert both == (alone[0] // 2, *(2 * each for each in alone[1:]))
+
+
+def test_draft_models_that_do_not_fit_are_refused_by_name(decoder, translator, drafts, tmp_path):
+    def refusal(folder, draft):
+        config = EngineConfig(**SETTINGS, **drafting(draft))
+        with pytest.raises(ConfigError) as refused:
+            Service.load(GeneratorParts, folder, config, Stats())
+        return str(refused.value)
+
+    other = save_checkpoint(tmp_path / "words", "GPT2LMHeadModel")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {
+        token: number for number, token in enumerate(reversed(tokenizer["model"]["vocab"]))
+    }
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "whose vocabulary differs in" in refusal(decoder, other)
+    assert "allowed: a model with the same tokenizer.json" in refusal(decoder, other)
+    short = save_checkpoint(tmp_path / "short", "GPT2LMHeadModel", n_positions=32)
+    assert "set max_sequence_tokens to that" in refusal(decoder, short)
+    assert "task is translate" in refusal(translator, translator)
+    assert f'draft_model is "{decoder / "nowhere"}": ' in refusal(decoder, "nowhere")
+    embeds = save_checkpoint(tmp_path / "embeds", "BertModel")
+    assert f'draft_model is "{embeds}": ' in refusal(decoder, embeds)
+    config, on_gpu = EngineConfig(**SETTINGS, **drafting(drafts["same"])), torch.device("cuda")
+    opened = Checkpoint.open(decoder)
+    with pytest.raises(ConfigError, match="the device is a GPU; set device: cpu, or speculation"):
+        # a GPU that this machine need not have
+        Runner._load_draft(SimpleNamespace(device=on_gpu, _config=config), opened, 64, 0.0)
+    with_adapters = shutil.copytree(decoder, tmp_path / "adapted")
+    (with_adapters / "adapters" / "one").mkdir(parents=True)
+    (with_adapters / "adapters" / "one" / "adapter_config.json").write_text("{}")
+    assert "it has adapters; set adapters: none" in refusal(with_adapters, drafts["same"])
+    for more in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        with pytest.raises(ConfigError, match="allowed with tensor_parallel and pipeline_parallel"):
+            EngineConfig(**drafting("draft"), **more)
+    with pytest.raises(ConfigError, match="allowed: a folder with draft_model, none without"):
+        EngineConfig(speculation="draft_model")
+    with pytest.raises(ConfigError, match="allowed: a folder with draft_model, none without"):
+        EngineConfig(draft_model="draft")
 
 
 def test_a_translation_has_no_drafts(translator):

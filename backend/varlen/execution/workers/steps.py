@@ -249,5 +249,6 @@ class ProcessSteps:
             os.close(descriptor)
 
 
-def _chosen_of(token_ids: Array, *searches: Array) -> Chosen:
-    return Chosen(token_ids.tolist(), ChosenBeams(*searches) if searches else None)
+def _chosen_of(token_ids: Array, guesses: Array, *searches: Array) -> Chosen:
+    beams = ChosenBeams(*searches) if searches else None
+    return Chosen(token_ids.tolist(), beams, guesses.tolist())

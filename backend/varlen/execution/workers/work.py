@@ -134,4 +134,4 @@ class StepWork(Work[PackedStep | None, PackedStep | None]):
             assert prepared is not None
             found = self._decoder.run_prepared(step, prepared)
         self._chosen = np.array(found.token_ids, np.int32)
-        return (self._chosen, *(found.searches or ()))
+        return (self._chosen, np.array(found.guesses, np.int32), *(found.searches or ()))

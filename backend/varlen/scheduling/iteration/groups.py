@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varlen.scheduling.admission import Claim
 from varlen.scheduling.batch import GeneratedSequence
-from varlen.scheduling.iteration.speculation import Drafter
+from varlen.scheduling.iteration.speculation import Drafter, ModelDrafter
 
 # Instead of a block that was given back, of the prompt's last one, and of one that only the device knows.
 _GIVEN_BACK, _OF_PROMPT, _UNKNOWN = -1, -2, 0
@@ -160,7 +160,7 @@ class Group:
     reserved: int = 0
     has_started: bool = False
     skipped: int = 0
-    drafter: Drafter | None = None
+    drafter: Drafter | ModelDrafter | None = None
 
     def __post_init__(self) -> None:
         self.first = self.sequences[0]

@@ -55,7 +55,7 @@ from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
 from varlen.scheduling.iteration.groups import Group
-from varlen.scheduling.iteration.speculation import Drafter
+from varlen.scheduling.iteration.speculation import UNKNOWN_GUESS
 from varlen.scheduling.iteration.step_size import (
     DraftCost,
     StepCost,
@@ -188,8 +188,8 @@ class IterationScheduler:
         self._queues = GroupQueues(self._memory, slots, limits.stages)
         self._claims = Claims()
         self._cost, self._draft_cost = StepCost(), DraftCost()
-        # rows, drafted rows and seconds of the last step, if all its chunks were of one token
-        self._last_rows: tuple[int, int, float] | None = None
+        # rows, drafted rows, passes and seconds of the last step, if all its chunks were of one token
+        self._last_rows: tuple[int, int, int, float] | None = None
         self._step_size = StepSize(limits.max_step_tokens)
         self._group_of: dict[GeneratedSequence, Group] = {}
         self._numbers = count()
@@ -305,7 +305,8 @@ class IterationScheduler:
             return self._fail_step(step, batch.shape.tokens, result)
         count = result.steps if step.steps > 1 else 1
         outputs, end = result.outputs, sum(map(len, step.drafts.values()))
-        self._learn(batch, end, result, max(1, count))
+        passes = max(map(len, step.drafts.values()), default=0)
+        self._learn(batch, end, passes, result, max(1, count))
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
         drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
@@ -456,7 +457,19 @@ class IterationScheduler:
         used = sum([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks.values()])
         rows = sum([chunk.beams or 1 for chunk in chunks.values()])
         seconds = self._draft_cost.step_seconds(rows)
-        row = self._draft_cost.row_seconds(self._cost.per_token)
+        # end tokens are banned before `min_tokens`; penalties count guesses, which a model makes in the step
+        has_model = not speculation.shortest
+        drafting = [
+            group
+            for group, chunk in chunks.items()
+            if group.may_draft
+            and chunk.samples
+            and len(chunk.token_ids) == 1
+            and chunk.num_generated >= (options := group.first.generation).min_tokens
+            and not (has_model and options.has_penalties)
+        ]
+        sequences = len(drafting) if has_model else 0
+        row = self._draft_cost.row_seconds(self._cost.per_token, sequences)
         free, least = min(self._queues.num_free, tokens - used), _LEAST_PROBABILITY
         if not seconds:
             return {}
@@ -466,16 +479,13 @@ class IterationScheduler:
             least = max(least, _MARGIN * row * rows / seconds)
         drafts: dict[Group, list[int]] = {}
         gain = 0.0
-        for group, chunk in chunks.items():
+        for group in drafting:
             first = group.first
             most = min(free, group.max_length - first.length)
-            is_last = chunk.samples and len(chunk.token_ids) == 1
-            # end tokens are banned before `min_tokens`
-            is_free = group.may_draft and chunk.num_generated >= first.generation.min_tokens
-            if most < 1 or not is_last or not is_free:
+            if most < 1:
                 continue
-            group.drafter = group.drafter or Drafter(speculation)
-            num_unknown = int(chunk.follows is not None)
+            group.drafter = group.drafter or speculation.new_drafter()
+            num_unknown = int(chunks[group].follows is not None)
             draft, expected = group.drafter.draft(first.token_ids, num_unknown, most, least)
             if draft:
                 drafts[group] = draft
@@ -488,7 +498,9 @@ class IterationScheduler:
         found = {g: memory.draft_rows(g, chunks[g], drafts[g], keep=keep) for g in drafts}
         return {group: each for group, each in found.items() if each}
 
-    def _learn(self, batch: Batch, drafted: int, result: BatchResult, steps: int) -> None:
+    def _learn(
+        self, batch: Batch, drafted: int, passes: int, result: BatchResult, steps: int
+    ) -> None:
         tokens, seconds = batch.shape.tokens, result.seconds / steps
         self._cost.learn(tokens, seconds)
         self._step_size.grow()
@@ -496,10 +508,10 @@ class IterationScheduler:
             return
         if self._last_rows is not None:
             # until this step could begin
-            rows, of_drafts, before = self._last_rows
-            self._draft_cost.learn(rows, of_drafts, before + result.idle)
+            rows, of_drafts, passed, before = self._last_rows
+            self._draft_cost.learn(rows, of_drafts, before + result.idle, passed)
         is_of_rows = tokens == sum([chunk.beams or 1 for chunk in batch.chunks])
-        self._last_rows = (tokens - drafted, drafted, seconds) if is_of_rows else None
+        self._last_rows = (tokens - drafted, drafted, passes, seconds) if is_of_rows else None
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         chunks = tuple(step.chunks.values())
@@ -591,11 +603,13 @@ class IterationScheduler:
         first = group.first
         # penalties of the rows count the guess of a token that was not known
         (*guessed, _) = rows[1].drafted
-        is_right = not guessed or guessed[0] == first.token_ids[rows[0].start]
+        known = first.token_ids[rows[0].start]
+        is_right = not guessed or guessed[0] in {UNKNOWN_GUESS, known}
         events = [*self._update_plain(group, rows[0], tokens[0])]
         accepted = 0
         for row, before, token in zip(rows[1:], tokens, tokens[1:], strict=False):
-            is_next = row.token_ids[0] == before.token_id and not before.is_pending
+            guess = row.token_ids[0] if token.guess is None else token.guess
+            is_next = guess == before.token_id and not before.is_pending
             if not (is_next and is_right) or first.status == "finished":
                 break
             accepted += 1
@@ -606,6 +620,8 @@ class IterationScheduler:
         self._decode_tokens += accepted
         self._drafted_tokens += len(rows) - 1
         self._accepted_tokens += accepted
+        if group.drafter is not None and first.status != "finished":
+            group.drafter.learn(len(rows) - 1, accepted)
         if first.status != "finished":
             self._memory.give_back(group)
         return events

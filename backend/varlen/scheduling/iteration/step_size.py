@@ -190,6 +190,8 @@ class StepCost:
 # What is kept of measured rows after a step with drafts, and after one without; number of rows that are expected to
 # cost what a token of a prompt does; most steps with drafts between two without.
 _ROWS_MEMORY, _ROWS_KEPT, _PRIOR_ROWS, _MEASURED = 0.9, 511 / 512, 2.0, 32
+# A pass of a draft model takes at least this part of a step, and this one until it is measured.
+_LEAST_PASS, _PRIOR_PASS = 1 / 128, 1 / 4
 
 
 class DraftCost:
@@ -198,12 +200,16 @@ class DraftCost:
     It is a part of the seconds that steps with drafts take beyond others. A row of logits costs more than a token of a
     prompt, and a step that is not followed ahead of its end takes the host's part too. The cost is slowly forgotten
     while no drafts run, so they are tried again.
+
+    A draft model runs once for the next tokens of all sequences that draft, so its rows cost less beside more of them.
     """
 
     def __init__(self) -> None:
         self._plain = StepCost()
         self._extra = self._rows = 0.0
         self._drafting = 0
+        # of a draft model: cost by the sequences of a pass, and its part that is not forgotten
+        self._pass, self._left = StepCost(), 1.0
 
     def step_seconds(self, rows: int) -> float:
         """Return the expected seconds of a step without drafts.
@@ -212,23 +218,30 @@ class DraftCost:
         """
         return self._plain.seconds(1, rows) if self._drafting < _MEASURED else 0.0
 
-    def row_seconds(self, per_token: float) -> float:
+    def row_seconds(self, per_token: float, sequences: int = 0) -> float:
         """Return the expected seconds of a drafted row.
 
         Args:
             per_token: seconds of a token of a prompt.
+            sequences: number of sequences that a model drafts for; 0 without one.
         """
+        if sequences:
+            of_pass = self._pass.seconds(1, sequences)
+            of_pass = of_pass or _PRIOR_PASS * self._plain.seconds(1, sequences)
+            return self._left * of_pass / sequences
         rows = _PRIOR_ROWS + self._rows
         return max(0.0, (_PRIOR_ROWS * per_token + self._extra) / rows)
 
-    def learn(self, rows: int, drafted: int, seconds: float) -> None:
+    def learn(self, rows: int, drafted: int, seconds: float, passes: int = 1) -> None:
         """Learn from a step of rows, and of drafted ones beside them.
 
         Args:
             seconds: time until the next step could begin.
+            passes: passes of a draft model, which a lookup does not have.
         """
         kept = _ROWS_MEMORY if drafted else _ROWS_KEPT
         self._extra, self._rows = kept * self._extra, kept * self._rows
+        self._left = 1.0 if drafted else kept * self._left
         if not drafted:
             self._drafting = 0
             self._plain.learn(rows, seconds)
@@ -237,6 +250,9 @@ class DraftCost:
         plain = self._plain.seconds(1, rows)
         self._extra += min(seconds - plain, _LARGEST_SURPRISE * plain)
         self._rows += drafted
+        # a line through 0 would stay there
+        extra = max(seconds - plain, _LEAST_PASS * plain)
+        self._pass.learn(max(1, drafted // passes), extra / passes)
 
 
 # Least part of the seconds of a step that prompts have, beside the tokens that run in any case.

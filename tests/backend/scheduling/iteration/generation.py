@@ -22,6 +22,7 @@ from varlen.scheduling.device_plan import BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration.group_queues import RunningSlots
 from varlen.scheduling.iteration.iteration import IterationScheduler
+from varlen.scheduling.iteration.speculation import UNKNOWN_GUESS
 from varlen.scheduling.iteration.step_size import StepLimits
 from varlen.telemetry.metrics import Stats
 
@@ -110,6 +111,7 @@ class KvExecutor(HeldExecutor):
         is_pending: returns whether a sequence gets no token in this step.
         seconds: returns the run time of a step.
         idle: seconds between the end of a step and the start of one that does not follow it.
+        is_wrong: returns whether the guess of a draft model is wrong.
     """
 
     def __init__(self, bench, slots):
@@ -131,6 +133,7 @@ class KvExecutor(HeldExecutor):
         self.is_pending = lambda _: False
         self.seconds = lambda _: 1.0
         self.idle = 0.0
+        self.is_wrong = lambda: False
 
     def result_of(self, batch):
         if batch.after is not None and batch.after == self.last_failed:
@@ -160,13 +163,14 @@ class KvExecutor(HeldExecutor):
                 # what runs ahead waits for the result of this one
                 self.ended_in = self.ended_in or (batch if self.bench.limits.stages > 1 else None)
             return BatchResult([], self.seconds(batch), failure=failure.split()[0])
-        for chunk in batch.chunks:
+        chunks = self._drafted(batch.chunks)
+        for chunk in chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
             for table, tokens in self._rows(chunk):
                 self._write(table, chunk.start, tokens)
         # one for each row of logits
         of_rows, outputs = [], []
-        for chunk in [] if batch.steps > 1 else batch.chunks:
+        for chunk in [] if batch.steps > 1 else chunks:
             if chunk.sequence.is_searched and chunk.samples:
                 outputs.append(self._search(chunk))
                 of_rows += [None] * chunk.num_logit_rows
@@ -230,6 +234,24 @@ class KvExecutor(HeldExecutor):
     def _forget_tables(self, places):
         self.tables = {key: each for key, each in self.tables.items() if not {*key[0]} & {*places}}
 
+    def _drafted(self, chunks):
+        """Return the chunks of a step with the tokens that a draft model guesses."""
+        known = {
+            chunk.sequence: [*chunk.sequence.token_ids[: chunk.start], *self._tokens(chunk)]
+            for chunk in chunks
+            if not (chunk.drafted or chunk.beams)
+        }
+        filled = []
+        for chunk in chunks:
+            if chunk.token_ids != (UNKNOWN_GUESS,):
+                filled.append(chunk)
+                continue
+            tokens = known[chunk.sequence]
+            guess = 1 if None in tokens else next_token(tokens, chunk.sequence.sample)
+            tokens.append((guess + self.is_wrong()) % VOCABULARY)
+            filled.append(chunk._replace(token_ids=(tokens[-1],), drafted=(UNKNOWN_GUESS,)))
+        return filled
+
     def _tokens(self, chunk):
         """Return the tokens of a chunk; None is one that could not be chosen."""
         if chunk.follows is None:
@@ -279,7 +301,8 @@ class KvExecutor(HeldExecutor):
         if self._tokens(chunk) == [None]:
             return SampledToken(0, is_pending=True)
         token = next_token(self._context(chunk, chunk.block_ids), sample.sample)
-        return SampledToken(token, is_pending=self.is_pending(sample))
+        guess = chunk.token_ids[0] if UNKNOWN_GUESS in chunk.drafted else None
+        return SampledToken(token, is_pending=self.is_pending(sample), guess=guess)
 
     def _context(self, chunk, table):
         """Return the source and the tokens of a chunk or a beam, from memory."""

@@ -191,13 +191,14 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     slots=st.sampled_from([1, 2]),
     stages=st.sampled_from([1, 2, 3]),
     pending=st.sampled_from([0.0, 0.0, 0.3]),
-    speculation=st.sampled_from([None, Speculation(1, 1), Speculation(3, 1)]),
+    speculation=st.sampled_from([None, Speculation(1, 1), Speculation(3, 1), Speculation(3, 0)]),
     seed=st.integers(0, 100),
 )
 def test_whatever_happens_answers_are_right_and_blocks_return(actions, pending, seed, **limits):
     bench = Bench(**limits, max_requests=6)
     rng = random.Random(seed)
     bench.executor.is_pending = lambda _: rng.random() < pending
+    bench.executor.is_wrong = lambda: rng.random() < 0.3
     bench.executor.seconds = lambda step: 1.0 + 0.5 * step.shape.tokens
     asked = []
     for action in actions:

@@ -1,6 +1,7 @@
 """Drafted tokens: what is drafted, and that answers are the ones without drafts."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -17,10 +18,11 @@ from tests.backend.scheduling.iteration.test_random_streams import (
     random_request,
 )
 from varlen.errors import RequestError
-from varlen.scheduling.iteration.speculation import Drafter, Speculation
+from varlen.scheduling.iteration.speculation import UNKNOWN_GUESS, Drafter, Speculation
 from varlen.scheduling.iteration.step_size import DraftCost
 
 LIMITS = Speculation(num_tokens=4, shortest=2)
+OF_MODEL = Speculation(num_tokens=4, shortest=0)
 
 
 def drafter(**limits):
@@ -114,8 +116,12 @@ def periodic(monkeypatch):
     [{"slots": 1}, {"slots": 2}, {"stages": 2}, {"stages": 3}],
     ids=["one by one", "ahead", "two stages", "three stages"],
 )
+@pytest.mark.parametrize("limits", [LIMITS, OF_MODEL], ids=["lookup", "model"])
 @pytest.mark.parametrize("seed", range(3))
-def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode, seed):
+def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode, limits, seed):
+    if limits is OF_MODEL and ("stages" in mode or seed):
+        # one process has a draft model
+        return
     rng = random.Random(seed)
     bench = Bench(
         num_blocks=rng.randint(16, 20),
@@ -126,9 +132,10 @@ def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode
         running=6,
         short_slots=rng.randint(0, 2),
         short_tokens=14,
-        speculation=LIMITS,
+        speculation=limits,
         **mode,
     )
+    bench.executor.is_wrong = lambda: rng.random() < 0.2
     bench.executor.seconds = lambda step: 1.0 + 0.1 * step.shape.tokens
     asked = []
     for _ in range(60):
@@ -150,13 +157,14 @@ def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode
     bench.check_idle()
 
 
-def seconds_of(speculation, *, row, idle, rate, monkeypatch):
+def seconds_of(speculation, *, row, idle, rate, monkeypatch, model=0.0, requests=4):
     """Return the seconds of a stream on a virtual clock.
 
     Args:
         row: seconds of a row of logits; a token of a prompt takes a hundredth of a step, and a step one second.
         idle: seconds of the host's part, which only a step that is followed ahead of its end hides.
-        rate: part of the tokens that are the one three before.
+        rate: part of the tokens that are the one three before, or that a draft model guesses.
+        model: seconds of a pass of a draft model.
     """
 
     def next_token(token_ids, sample):
@@ -167,13 +175,16 @@ def seconds_of(speculation, *, row, idle, rate, monkeypatch):
     def seconds(step):
         lengths = [len(chunk.token_ids) for chunk in step.chunks]
         rows = lengths.count(1)
-        return 1.0 + row * rows + 0.01 * (sum(lengths) - rows)
+        drafted = Counter(chunk.sequence for chunk in drafted_rows(step))
+        passes = max(drafted.values(), default=0)
+        return 1.0 + row * rows + 0.01 * (sum(lengths) - rows) + model * passes
 
     monkeypatch.setattr(generation, "next_token", next_token)
     bench = Bench(num_blocks=200, step_tokens=64, slots=2, speculation=speculation)
     bench.executor.seconds, bench.executor.idle = seconds, idle
     rng = random.Random(0)
-    for length in (40, 50, 60, 70):
+    bench.executor.is_wrong = lambda: rng.random() >= rate
+    for length in (40, 50, 60, 70)[:requests]:
         bench.submit([rng.randint(1, 9) for _ in range(20)], max_tokens=length)
     bench.run_all()
     return sum(seconds(step) + idle * (step.after is None) for step in bench.executor.steps)
@@ -193,6 +204,45 @@ def test_drafts_never_cost_more_than_they_save(row, idle, rate, most, monkeypatc
     figures = {"row": row, "idle": idle, "rate": rate, "monkeypatch": monkeypatch}
     without, with_drafts = (seconds_of(each, **figures) for each in (None, LIMITS))
     assert with_drafts < most * without
+
+
+@pytest.mark.parametrize(
+    ("requests", "model", "rate", "most"),
+    [(1, 0.1, 0.9, 0.55), (4, 0.1, 0.9, 0.8), (1, 0.1, 0.2, 1.06), (4, 0.7, 0.5, 1.06)],
+)
+def test_drafts_of_a_model_never_cost_more_than_they_save(requests, model, rate, most, monkeypatch):
+    figures = {"row": 0.03, "idle": 0.0, "rate": rate, "model": model, "requests": requests}
+    without, with_drafts = (
+        seconds_of(each, **figures, monkeypatch=monkeypatch) for each in (None, OF_MODEL)
+    )
+    assert with_drafts < most * without
+
+
+def test_a_pass_of_a_model_is_shared_by_the_sequences_that_draft():
+    cost = DraftCost()
+    for _ in range(3):
+        cost.learn(4, 0, 1.0)
+    for sequences in (1, 4) * 12:
+        cost.learn(sequences, 2 * sequences, 1.0 + 2 * (0.3 + 0.1 * sequences), 2)
+    assert cost.row_seconds(0.01, 1) == pytest.approx(0.4, rel=0.1)
+    assert cost.row_seconds(0.01, 4) == pytest.approx(0.175, rel=0.1)
+    for _ in range(5000):
+        cost.learn(4, 0, 1.0)
+    assert cost.row_seconds(0.01, 1) == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_model_drafts_as_often_as_its_guesses_are_right_and_is_tried_again():
+    one = OF_MODEL.new_drafter()
+    tokens, expected = one.draft([1], 1, 3, 0.2)
+    assert (tokens, expected) == ([UNKNOWN_GUESS] * 3, 0.75)
+    for _ in range(20):
+        one.learn(4, 4)
+    assert len(one.draft([1], 0, 3, 0.5)[0]) == 3
+    for _ in range(40):
+        one.learn(3, 0)
+    assert one.draft([1], 0, 3, 0.2) == ([], 0.0)
+    drafts = [one.draft([1], 0, 3, 0.2)[0] for _ in range(200)]
+    assert drafts[-1]
 
 
 def test_a_row_of_drafts_costs_what_steps_with_drafts_took_beyond_others():
