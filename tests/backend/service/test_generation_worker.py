@@ -318,6 +318,7 @@ def test_a_draft_model_changes_no_answer(decoder, drafts, name, policy):
         assert made.snapshot().blocks.used == 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("free_drafts")
 def test_a_draft_model_in_a_process_changes_no_answer_though_it_is_killed(decoder, drafts):
     kinds = {**KINDS, **DRAWN}
