@@ -19,9 +19,10 @@ if INTERPRETED:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore the same in other threads: numpy has settings for each thread."""
+    """Ignore the same in other threads: numpy has settings for each thread, and sums warn in its own modules."""
     if INTERPRETED:
-        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime")
+        for module in ("triton.runtime", "numpy"):
+            config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
 
 
 @pytest.fixture
