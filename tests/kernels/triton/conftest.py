@@ -19,8 +19,9 @@ if INTERPRETED:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore the same in other threads: numpy has settings for each thread, and sums warn in its own modules."""
+    """Ignore the same in other threads: numpy has settings for each."""
     if INTERPRETED:
+        # sums warn in numpy itself
         for module in ("triton.runtime", "numpy"):
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
 
