@@ -107,6 +107,18 @@ class ServerError(Exception):
     """The server cannot be used; the message says why, or ends with its log."""
 
 
+def is_healthy(port: int, path: str) -> bool:
+    """Return whether a server on loopback answers a GET of a path with status 200."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 class LocalServer:
     """One tritonserver process on free loopback ports.
 
@@ -270,14 +282,7 @@ class LocalServer:
 
     def is_ready(self) -> bool:
         """Return whether the server reports itself and all its models as ready."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=5)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self.http_port, "/v2/health/ready")
 
     def wait_ready(
         self, timeout: float = 120.0, on_wait: Callable[[], object] | None = None

@@ -5,7 +5,6 @@ All get the same texts. The routes take turns, in rounds of a few seconds, with 
 
 from __future__ import annotations
 
-import http.client
 import re
 import statistics
 import subprocess
@@ -33,7 +32,14 @@ from varlen_bench.serving.report import reason
 from varlen_bench.serving.server import READY_SECONDS, ServedSystem, Settings, write_models
 from varlen_bench.workers.serving import Load, Row
 from varlen_bench.workloads import WORDS, Mix
-from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, find_command, free_port
+from varlen_tools.local_server import (
+    LOOPBACK,
+    LocalServer,
+    ServerError,
+    find_command,
+    free_port,
+    is_healthy,
+)
 from varlen_tools.tables import Table
 
 # Requests in flight of a load.
@@ -252,7 +258,7 @@ def _http_server(command: Callable[[int], list[str]], log: Path) -> Iterator[tup
         )
     try:
         deadline = time.monotonic() + READY_SECONDS
-        while not _is_healthy(port):
+        while not is_healthy(port, "/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise RuntimeError(f"{log.stem} is not ready: {(lines or [''])[-1]}")
@@ -264,18 +270,6 @@ def _http_server(command: Callable[[int], list[str]], log: Path) -> Iterator[tup
             process.wait(10)
         process.kill()
         process.wait()
-
-
-def _is_healthy(port: int) -> bool:
-    """Return whether a server answers `/health` of the gateway, or of infinity-emb."""
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Cell]:
