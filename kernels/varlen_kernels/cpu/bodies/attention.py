@@ -9,7 +9,9 @@ import numpy as np
 
 from varlen_kernels.cpu.bodies.attention_weights import (
     ROWS,
+    TILE_TOKENS,
     cap_scores,
+    clear_past,
     clear_rows,
     clear_unread,
     copy_distances,
@@ -20,6 +22,7 @@ from varlen_kernels.cpu.bodies.attention_weights import (
     fetch_head,
     first_row,
     forget_keys,
+    has_tiles,
     largest_score,
     make_distances,
     multiply,
@@ -44,6 +47,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import configure_tiles, release_tiles
 
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
@@ -220,6 +224,9 @@ def attend_queries(
     """
     score_bias, queries, keys_values, room = views
     context, totals, top = room[2:5]
+    clear_past(keys_values[2], key_length)
+    if has_tiles(queries):
+        configure_tiles(_QUERY_TILE)
     for head in range(first_head, first_head + num_heads):
         column = head * head_dim
         if score_bias.shape[1]:
@@ -255,6 +262,8 @@ def attend_queries(
             for row in range(count):
                 total = sum_of(load(totals, row, 0))
                 write_context(context, row, total, out, first_row + row, column, head_dim)
+    if has_tiles(queries):
+        release_tiles()
 
 
 @inlined
@@ -269,9 +278,15 @@ def head_width(head_dim, like):
 
 
 @inlined
+def _num_panels(longest):
+    """Return the panels of 16 keys, and of values: as many as fill tiles."""
+    return (longest + TILE_TOKENS - 1) // TILE_TOKENS * (TILE_TOKENS // LANES)
+
+
+@inlined
 def _sizes(longest, width, needs_score_bias, keeps_keys, number_bytes):
     """Return the sizes of the memory of `_attend`, in bytes; see `attention_views`."""
-    panels = (longest + LANES - 1) // LANES
+    panels = _num_panels(longest)
     # a vector that begins at the last distance ends LANES - 1 further
     distances = 2 * longest + LANES if needs_score_bias else 0
     key_rows = panels * LANES if keeps_keys else LANES
@@ -297,7 +312,7 @@ def attention_views(memory, longest, width, needs_score_bias, keeps_keys, like):
     """
     number_bytes = factor_matrix(like, 0, 0, 0).itemsize
     sizes = _sizes(longest, width, needs_score_bias, keeps_keys, number_bytes)
-    panels = (longest + LANES - 1) // LANES
+    panels = _num_panels(longest)
     distances = 2 * longest + LANES if needs_score_bias else 0
     clear(memory, sizes[0])
     score_bias = fp32_matrix(memory, 1, distances)

@@ -5,7 +5,7 @@ Scores are read in blocks, with a running maximum and a running sum of weights f
 A table of distances has one row for each, so the products of 16 queries with the distances that a block of keys has are
 one small matrix. Query i reads its row of that matrix from one place further left than query i - 1: rows of a matrix
 that is one column narrower, in the same memory. No product is computed that no score reads, but for the corners.
-With `factor_matrix` of bf16 the CPU multiplies pairs of features, or of keys, and adds both products.
+With `factor_matrix` of bf16 the CPU multiplies pairs of features, or of keys, and adds both products; with AMX, tiles.
 Source: Milakov, Gimelshein 2018, arXiv:1805.02867. Distances: He et al. 2020, arXiv:2006.03654, section 3.1; the
 narrower matrix is the relative shift of Dai et al. 2019, arXiv:1901.02860, appendix B.
 """
@@ -48,10 +48,13 @@ from varlen_kernels.cpu.native.native import (
     inlined_view,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import HAS_TILES, ROW_BYTES, write_product
 
 # Rows that are multiplied together, and at most as many vectors: their sums are in registers.
 ROWS = 4
 _LINE_BYTES = 64
+# Tokens whose values are the rows of a tile, as pairs.
+TILE_TOKENS = 32
 _HAS_WIDE_TILES = PANEL_VECTORS == 4
 _SIZE, _FLOATS = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 
@@ -229,6 +232,90 @@ def _product_of(vectors: int) -> Any:
 _one_vector, _two_vectors, _four_vectors = (_product_of(vectors) for vectors in (1, 2, 4))
 
 
+def _tiles_of(vectors: int) -> Any:
+    """Return a function that writes 16 rows by some vectors of sums; see `multiply`."""
+
+    @numba.extending.intrinsic
+    def product(_context, out, _column, factors, _depth, matrix, _first, _skipped, _apart, _new):
+        def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+            to_out, column, of_row, depth, of_matrix, first, skipped, apart, new = values
+            zero = _SIZE(0)
+
+            def address(number: int, array: Any, *place: Any) -> Any:
+                return element_address(context, builder, declared.args[number], array, *place)
+
+            def row_bytes(number: int, array: Any) -> Any:
+                kind = declared.args[number]
+                strides = context.make_array(kind)(context, builder, array).strides
+                return cgutils.unpack_tuple(builder, strides, 2)[0]
+
+            width = factors.dtype.bitwidth // 8
+            numbers = ROW_BYTES // width
+            write_product(
+                builder,
+                width,
+                vectors,
+                rows=address(2, of_row, zero, zero),
+                row_bytes=row_bytes(2, of_row),
+                weights=address(4, of_matrix, first, skipped),
+                weight_bytes=row_bytes(4, of_matrix),
+                vector_bytes=builder.mul(apart, _SIZE(width)),
+                steps=builder.udiv(builder.add(depth, _SIZE(numbers - 1)), _SIZE(numbers)),
+                sums=address(0, to_out, zero, column),
+                sum_bytes=row_bytes(0, to_out),
+                is_new=new,
+            )
+            return context.get_dummy_value()
+
+        whole = types.int64
+        arguments = out, whole, factors, whole, matrix, *[whole] * 3
+        return types.none(*arguments, types.boolean), generate
+
+    return product
+
+
+_one_tile, _two_tiles, _four_tiles = (_tiles_of(vectors) for vectors in (1, 2, 4))
+
+
+@inlined
+def has_tiles(factors):
+    """Return whether `multiply` uses tiles of AMX, which read factors up to a whole tile."""
+    return HAS_TILES and factors.itemsize == 2
+
+
+@inlined
+def clear_past(values, length):
+    """Clear the values past the last token, up to a whole tile.
+
+    Args:
+        values: made by `value_matrix`.
+        length: number of tokens.
+    """
+    if has_tiles(values):
+        whole = (length + TILE_TOKENS - 1) // TILE_TOKENS * TILE_TOKENS
+        clear_rows(values, (length + 1) // 2, whole // 2)
+
+
+@inlined
+def _multiply_in_tiles(out, rows, columns, factors, depth, matrix, first, apart, scale, is_new):
+    column = 0
+    while column < columns:
+        rest, skipped = columns - column, column // LANES * apart
+        vectors = 4 if rest > 3 * LANES else min(2, (rest + LANES - 1) // LANES)
+        place = out, column, factors, depth, matrix, first, skipped, apart, is_new
+        if vectors == 4:
+            _four_tiles(*place)
+        elif vectors == 2:
+            _two_tiles(*place)
+        else:
+            _one_tile(*place)
+        column += vectors * LANES
+    if scale != _ONE:
+        for row in range(rows):
+            for lane in range(0, columns, LANES):
+                store(out, row, lane, load(out, row, lane) * splat(scale))
+
+
 @inlined
 def multiply(out, rows, columns, factors, depth, matrix, first, apart, scale, is_new):
     """Write a number times the products of rows of factors with a matrix.
@@ -242,7 +329,13 @@ def multiply(out, rows, columns, factors, depth, matrix, first, apart, scale, is
         first: its first row.
         apart: numbers from a vector of the matrix to the one for the next 16 columns.
         is_new: whether the numbers in `out` do not count; else they are added to the products first.
+
+    With `has_tiles`, `out` and the factors have 16 rows, and factors up to a whole tile past `depth` are 0 where the
+    matrix is finite.
     """
+    if has_tiles(factors):
+        _multiply_in_tiles(out, rows, columns, factors, depth, matrix, first, apart, scale, is_new)
+        return
     column = 0
     while column < columns:
         rest, skipped = columns - column, column // LANES * apart
@@ -335,6 +428,10 @@ def weigh(scores, row, count, top, rescale, totals, context, is_first, factors):
         below = load(scores, row, column) - splat(top)
         weights = short_exp(below) if factors.itemsize == 2 else exp(below)
         total = total + store_factors(factors, row, column, weights)
+    if has_tiles(factors):
+        last = (count + LANES - 1) // LANES * LANES
+        if last % TILE_TOKENS:
+            store_factors(factors, row, last, splat(_ZERO))
     if not is_first:
         total = multiply_add(load(totals, row, 0), rescale, total)
         for feature in range(0, context.shape[1], LANES):

@@ -15,7 +15,12 @@ import numpy as np
 
 from varlen_kernels.cpu.bodies.epilogues import load_up_to, load_within, store_up_to, store_within
 from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS, PANEL_FEATURES, TILE_ROWS
-from varlen_kernels.cpu.bodies.panels import multiply_block, multiply_columns, multiply_vector
+from varlen_kernels.cpu.bodies.panels import (
+    SUM_ROWS,
+    multiply_block,
+    multiply_columns,
+    multiply_vector,
+)
 from varlen_kernels.cpu.native.lanes import load, multiply_add, splat
 from varlen_kernels.cpu.native.native import (
     aligned,
@@ -54,11 +59,11 @@ def multiply_groups(
     """Write the results of some units; return whether memory ran out."""
     groups = len(cu_groups) - 1
     wide_features = 0 if x.itemsize == 4 or HAS_PAIRS else x.shape[1]
-    sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
+    sum_bytes = aligned(4 * SUM_ROWS * PANEL_FEATURES)
     memory = new_memory(sum_bytes + 4 * BLOCK * wide_features)
     if memory == 0:
         return 1
-    sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
+    sums = fp32_matrix(memory, SUM_ROWS, PANEL_FEATURES)
     wide = fp32_matrix(memory + sum_bytes, BLOCK, wide_features)
     _clear_rest(first, cu_groups, out)
     for group in range(groups):

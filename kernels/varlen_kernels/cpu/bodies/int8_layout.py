@@ -25,7 +25,7 @@ TILE_ROWS, TILE_FEATURES, WIDTH = (6, 64, 16) if has_dot_products() else (4, 16,
 
 
 def pack_panels(codes: Tensor) -> Tensor:
-    """Return the codes of a weight in the order in which `multiply_tile` reads them.
+    """Return the codes of a weight in the order in which `multiply_rows` reads them.
 
     Args:
         codes: `[hidden, features]` int8.
@@ -37,7 +37,7 @@ def pack_panels(codes: Tensor) -> Tensor:
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Return codes of 4 bits in the order in which `multiply_tile` reads them.
+    """Return codes of 4 bits in the order in which `multiply_rows` reads them.
 
     A byte has the codes of two columns, `DEPTH` apart, plus 8: the first in its lower half.
 

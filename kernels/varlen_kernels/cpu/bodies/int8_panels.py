@@ -7,6 +7,8 @@ A tile is a few rows by a panel of features, whose sums fill the registers. With
 vectors of sums, and what they are computed from, fill the 32 registers of AVX-512. Each instruction multiplies 64 pairs
 of codes and adds fours of products to sums of 32 bits, exactly.
 
+With AMX a tile has up to 16 rows, as in `panels`, and its sums are the same.
+
 With AVX2 it is 4 rows by 16 features in 16 registers. An instruction multiplies 32 pairs and adds twos of products in
 16 bits, which is exact for row codes of 7 bits: 2 · 127 · 127 is less than 2 ** 15. Another one adds these sums in 32
 bits.
@@ -24,6 +26,12 @@ from numba.core import cgutils, types
 
 from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
 from varlen_kernels.cpu.bodies.int8_layout import DEPTH, TILE_FEATURES, TILE_ROWS, WIDTH
+from varlen_kernels.cpu.bodies.panels import (
+    RESIDENT_STEPS,
+    SUM_ROWS,
+    multiply_tile,
+    tiles_of,
+)
 from varlen_kernels.cpu.native.lanes import (
     LANES_TYPE,
     element_address,
@@ -45,10 +53,17 @@ from varlen_kernels.cpu.native.native import (
     free_memory,
     inlined,
     inlined_body,
+    int32_matrix,
     new_memory,
     uint8_matrix,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import (
+    HAS_TILES,
+    ROW_BYTES,
+    configure_tiles,
+    release_tiles,
+)
 from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, SMALLEST_SCALE
 
@@ -105,9 +120,8 @@ def _multiply(count: int) -> Any:
             for i, of_row in enumerate(totals):
                 address = row_address(sums_type, to_sums, zero, i)
                 for j, total in enumerate(of_row):
-                    floats = ir.VectorType(ir.FloatType(), WIDTH)
-                    place = moved(builder, address, ir.Constant(_SIZE, 4 * WIDTH * j), floats)
-                    builder.store(builder.sitofp(builder.load(total), floats), place, align=4)
+                    place = moved(builder, address, ir.Constant(_SIZE, 4 * WIDTH * j), _SUMS)
+                    builder.store(builder.load(total), place, align=4)
             return context.get_dummy_value()
 
         arguments = (codes, types.int64, panels, types.int64, sums)
@@ -116,10 +130,10 @@ def _multiply(count: int) -> Any:
     return multiply
 
 
-# multiply_tile(codes, row, panels, panel, sums) writes the products of TILE_ROWS rows of codes, from `row` on, with a
-# panel of `pack_panels` or `pack_halves`: `[TILE_ROWS, TILE_FEATURES]` fp32. Codes are `[rows, columns]` uint8, with at
-# least as many columns as the panel. multiply_row and multiply_pair are for one and two rows.
-multiply_row, multiply_pair, multiply_tile = (_multiply(count) for count in (1, 2, TILE_ROWS))
+# multiply_rows(codes, row, panels, panel, sums) writes the products of TILE_ROWS rows of codes, from `row` on, with a
+# panel of `pack_panels` or `pack_halves`: `[TILE_ROWS, TILE_FEATURES]` int32. Codes are `[rows, columns]` uint8, with
+# at least as many columns as the panel. multiply_row and multiply_pair are for one and two rows.
+multiply_row, multiply_pair, multiply_rows = (_multiply(count) for count in (1, 2, TILE_ROWS))
 
 
 def _load_factors(builder: Any, weights: Any, first: Any) -> list[Any]:
@@ -193,6 +207,44 @@ def _repeat(builder: Any, number: Any, width: int = LANES) -> Any:
     empty = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, empty, ir.Constant(vector, [0] * width))
+
+
+@numba.extending.intrinsic
+def has_halves(_context, panels):
+    """Return whether codes have 4 bits, two in a byte."""
+
+    def generate(_context: Any, _builder: Any, declared: Any, _values: Any) -> Any:
+        return ir.Constant(ir.IntType(1), declared.args[0].dtype == types.uint8)
+
+    return types.boolean(panels), generate
+
+
+@numba.extending.intrinsic
+def widen_halves(_context, panels, _panel, widened):
+    """Write the codes of 4 bits of a panel as `pack_panels` orders bytes."""
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        from_panels, panel, to = values
+        zero = _SIZE(0)
+
+        def address(number: int, array: Any, row: Any) -> Any:
+            return element_address(context, builder, declared.args[number], array, row, zero)
+
+        halves, codes = address(0, from_panels, panel), address(2, to, zero)
+        shape = context.make_array(declared.args[2])(context, builder, to).shape
+        row_bytes = TILE_FEATURES * DEPTH
+        rows = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], _SIZE(2 * row_bytes))
+        with cgutils.for_range(builder, rows) as loop:
+            place = builder.mul(loop.index, _SIZE(row_bytes))
+            for i, factor in enumerate(_load_factors(builder, halves, place)):
+                for half in (0, 1):
+                    begin = half * row_bytes + 4 * WIDTH * i
+                    at = builder.add(builder.mul(place, _SIZE(2)), _SIZE(begin))
+                    vector = _half_of_bytes(builder, factor, half)
+                    builder.store(vector, moved(builder, codes, at, _SUMS), align=4)
+        return context.get_dummy_value()
+
+    return types.none(panels, types.int64, widened), generate
 
 
 @numba.extending.intrinsic
@@ -367,7 +419,7 @@ def _multiply_tile(codes, tile, rows, panels, panel, sums):
     elif rows == 2:
         multiply_pair(codes, tile, panels, panel, sums)
     else:
-        multiply_tile(codes, tile, panels, panel, sums)
+        multiply_rows(codes, tile, panels, panel, sums)
 
 
 @inlined
@@ -375,10 +427,10 @@ def _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, out, 
     """Write the values of sums, with outliers and bias.
 
     Args:
-        sums: `[TILE_ROWS, TILE_FEATURES]`; the first rows count.
+        sums: `[rows, TILE_FEATURES]` int32.
         factors: `[tokens, FACTORS]`, the rows of the tile start at row `tile`.
         first_column: column of the tile in `scale` and `fp32_rows`.
-        out: may be `sums`.
+        out: may be the memory of `sums`.
     """
     for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):
         column = first_column + lane
@@ -408,6 +460,72 @@ def _activate_tile(values, rows, first_column, kind, out, to_row):
             store_within(out, to_row + i, column, activated(value, kind))
 
 
+@inlined
+def _write_tile(
+    sums, values, rows, factors, tile, scale, fp32_rows, first_column, kind, out, to_row
+):
+    """Write the results of a tile, given its sums.
+
+    Args:
+        values: the memory of `sums` as fp32, overwritten.
+        sums, rows, factors, tile, scale, fp32_rows, first_column: see `_scale_tile`.
+    """
+    if kind == NO_ACTIVATION:
+        of_tile = sums, rows, factors, tile, scale, fp32_rows, first_column
+        _scale_tile(*of_tile, out, to_row, first_column)
+    else:
+        _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, values, 0, 0)
+        _activate_tile(values, rows, first_column, kind, out, to_row)
+
+
+@inlined
+def _multiply_in_tiles(
+    codes,
+    factors,
+    count,
+    steps,
+    panels,
+    panel,
+    panel_end,
+    widened,
+    scale,
+    fp32_rows,
+    kind,
+    sums,
+    values,
+    out,
+    block,
+):
+    """Write some features of a block of tokens by tiles of AMX, see `multiply_codes`.
+
+    Args:
+        count: tokens of the block.
+        steps: tiles in a row of codes.
+        panel, panel_end: bounds of its panels.
+        widened: room for the codes of a panel of `pack_halves` as bytes.
+        block: its first token.
+    """
+    tiles, height = tiles_of(count)
+    configure_tiles(height)
+    while panel < panel_end:
+        if has_halves(panels):
+            widen_halves(panels, panel, widened)
+        for step in range(0, steps, RESIDENT_STEPS):
+            some = min(RESIDENT_STEPS, steps - step)
+            for tile in range(tiles):
+                row = tile * height
+                if has_halves(panels):
+                    multiply_tile(codes, row, widened, 0, step, some, sums, row)
+                else:
+                    multiply_tile(codes, row, panels, panel, step, some, sums, row)
+                if step + some == steps:
+                    of_tile = sums[row:], values[row:], min(height, count - row), factors, row
+                    column = panel * TILE_FEATURES
+                    _write_tile(*of_tile, scale, fp32_rows, column, kind, out, block + row)
+        panel += 1
+    release_tiles()
+
+
 @inlined_body
 def multiply_codes(
     first_unit,
@@ -426,9 +544,11 @@ def multiply_codes(
     A unit is a panel of a block of tokens; the panels of a block come one after another.
     """
     columns = whole_vectors(x.shape[1])
+    steps = columns // ROW_BYTES if HAS_TILES and x.shape[1] % ROW_BYTES == 0 else 0
     code_bytes, factor_bytes = aligned(BLOCK * columns), aligned(4 * BLOCK * FACTORS)
-    kept_bytes = aligned(4 * columns)
-    memory = new_memory(code_bytes + factor_bytes + kept_bytes + 4 * TILE_ROWS * TILE_FEATURES)
+    kept_bytes, sum_bytes = aligned(4 * columns), aligned(4 * SUM_ROWS * TILE_FEATURES)
+    widened_columns = columns * TILE_FEATURES if steps > 0 and has_halves(panels) else 0
+    memory = new_memory(code_bytes + factor_bytes + kept_bytes + sum_bytes + widened_columns)
     if memory == 0:
         return 1
     # the last tile has rows past the last token, whose results are not written
@@ -436,7 +556,10 @@ def multiply_codes(
     codes = uint8_matrix(memory, BLOCK, columns)
     factors = fp32_matrix(memory + code_bytes, BLOCK, FACTORS)
     kept = fp32_matrix(memory + code_bytes + factor_bytes, 1, columns)
-    sums = fp32_matrix(memory + code_bytes + factor_bytes + kept_bytes, TILE_ROWS, TILE_FEATURES)
+    sums_memory = memory + code_bytes + factor_bytes + kept_bytes
+    sums = int32_matrix(sums_memory, SUM_ROWS, TILE_FEATURES)
+    values = fp32_matrix(sums_memory, SUM_ROWS, TILE_FEATURES)
+    widened = uint8_matrix(sums_memory + sum_bytes, 1, widened_columns)
     keep_columns(outliers, x.shape[1], kept)
     unit = first_unit
     while unit < last_unit:
@@ -446,17 +569,18 @@ def multiply_codes(
         count = min(BLOCK, len(x) - block)
         for i in range(count):
             quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
+        # one or two rows take as long as memory needs to give the panels
+        if steps > 0 and count > 2:
+            of_block = codes, factors, count, steps, panels, panel, panel_end, widened
+            _multiply_in_tiles(*of_block, scale, fp32_rows, kind, sums, values, out, block)
+            continue
         while panel < panel_end:
             for tile in range(0, count, TILE_ROWS):
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
                 _prefetch_tile(out, block + tile, rows, column)
                 _multiply_tile(codes, tile, rows, panels, panel, sums)
-                of_tile = sums, rows, factors, tile, scale, fp32_rows, column
-                if kind == NO_ACTIVATION:
-                    _scale_tile(*of_tile, out, block + tile, column)
-                else:
-                    _scale_tile(*of_tile, sums, 0, 0)
-                    _activate_tile(sums, rows, column, kind, out, block + tile)
+                of_tile = sums, values, rows, factors, tile, scale, fp32_rows, column
+                _write_tile(*of_tile, kind, out, block + tile)
             panel += 1
     free_memory(memory)
     return 0

@@ -9,7 +9,8 @@ Many tokens are multiplied in blocks whose rows stay in the second-level cache w
 split over cores by panels. Bias and activation are added to a tile while it is in the first-level cache.
 
 Rows are fp32, and bf16 is widened when it is loaded. Where the CPU multiplies pairs of bf16 numbers (AVX-512 BF16),
-rows of a bf16 weight are bf16 instead: an instruction adds two products to each of 16 sums in fp32.
+rows of a bf16 weight are bf16 instead: an instruction adds two products to each of 16 sums in fp32. With AMX a tile has
+up to 16 rows, and a part of a panel stays in the first-level cache while the rows of a block pass.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,15 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import (
+    HAS_TILES,
+    ROW_BYTES,
+    ROWS,
+    VECTORS,
+    configure_tiles,
+    release_tiles,
+    write_product,
+)
 from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 
 # Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
@@ -281,6 +291,91 @@ def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
             store_within(out, to_row + i, column, value)
 
 
+# Rows of sums that a block needs.
+SUM_ROWS = BLOCK if HAS_TILES else TILE_ROWS
+# Tiles of a panel that stay in the first-level cache, of 4 KiB each.
+RESIDENT_STEPS = 8
+
+
+@numba.extending.intrinsic
+def multiply_tile(_context, x, _row, panels, _panel, _step, _steps, sums, _to_row):
+    """Add the products of some rows with a part of a panel.
+
+    Args:
+        x: bf16 as uint16, or codes; the tile begins at `_row`.
+        panels: pairs or fours of numbers side by side.
+        _step, _steps: the part, in tiles of a row; the sums begin with the first one.
+        sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes, from `_to_row` on.
+    """
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        from_x, row, from_panels, panel, step, steps, to_sums, to_row = values
+        width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 2))
+        weight_bytes = VECTORS * ROW_BYTES
+
+        def place(number: int, array: Any, first: Any, column: Any) -> Any:
+            return element_address(context, builder, declared.args[number], array, first, column)
+
+        def row_bytes(number: int, array: Any) -> Any:
+            strides = context.make_array(declared.args[number])(context, builder, array).strides
+            return cgutils.unpack_tuple(builder, strides, 2)[0]
+
+        columns = builder.mul(step, _SIZE(ROW_BYTES // width))
+        numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
+        write_product(
+            builder,
+            width,
+            VECTORS,
+            rows=place(0, from_x, row, columns),
+            row_bytes=row_bytes(0, from_x),
+            weights=place(2, from_panels, panel, numbers),
+            weight_bytes=_SIZE(weight_bytes),
+            vector_bytes=_SIZE(ROW_BYTES),
+            steps=steps,
+            sums=place(6, to_sums, to_row, _SIZE(0)),
+            sum_bytes=row_bytes(6, to_sums),
+            is_new=builder.icmp_unsigned("==", step, _SIZE(0)),
+        )
+        return context.get_dummy_value()
+
+    whole = types.int64
+    arguments = x, whole, panels, whole, whole, whole, sums, whole
+    return types.none(*arguments), generate
+
+
+@inlined
+def tiles_of(count):
+    """Return how many tiles some rows have, and the rows of each.
+
+    All have the same height, as registers have: the last one begins where rows enough are left.
+    """
+    tiles = (count + ROWS - 1) // ROWS
+    return tiles, (count + tiles - 1) // tiles
+
+
+@inlined
+def _multiply_in_tiles(
+    first, last, first_panel, last_panel, x, panels, begin_panel, bias, layer, kind, sums, out
+):
+    """Write some features of up to a block of tokens; see `multiply_block`."""
+    count, steps = last - first, x.shape[1] * x.itemsize // ROW_BYTES
+    tiles, height = tiles_of(count)
+    configure_tiles(height)
+    for panel in range(first_panel, last_panel):
+        for step in range(0, steps, RESIDENT_STEPS):
+            some = min(RESIDENT_STEPS, steps - step)
+            for tile in range(tiles):
+                row = min(tile * height, count - height)
+                to = tile * height
+                multiply_tile(x, first + row, panels, begin_panel + panel, step, some, sums, to)
+                if step + some == steps:
+                    # rows of the tile before are not written twice
+                    new = sums[2 * to - row :]
+                    rows = height - (to - row)
+                    _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
+    release_tiles()
+
+
 @inlined
 def multiply_block(
     first, last, first_panel, last_panel, x, wide, panels, bias, layer, kind, sums, out
@@ -293,6 +388,10 @@ def multiply_block(
         layer: number of the layer.
     """
     begin_panel = layer * ((out.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES)
+    if HAS_TILES and x.itemsize == 2 and x.shape[1] * x.itemsize % ROW_BYTES == 0:
+        place = first, last, first_panel, last_panel, x, panels, begin_panel
+        _multiply_in_tiles(*place, bias, layer, kind, sums, out)
+        return
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
     is_ready = wide.shape[1] == 0
@@ -323,11 +422,11 @@ def multiply(
 ):
     """Write the results of some units, by block; return whether memory ran out."""
     wide_features = 0 if x.itemsize == 4 or HAS_PAIRS else x.shape[1]
-    sum_bytes = aligned(4 * TILE_ROWS * PANEL_FEATURES)
+    sum_bytes = aligned(4 * SUM_ROWS * PANEL_FEATURES)
     memory = new_memory(sum_bytes + 4 * BLOCK * wide_features)
     if memory == 0:
         return 1
-    sums = fp32_matrix(memory, TILE_ROWS, PANEL_FEATURES)
+    sums = fp32_matrix(memory, SUM_ROWS, PANEL_FEATURES)
     wide = fp32_matrix(memory + sum_bytes, BLOCK, wide_features)
     unit = first_unit
     while unit < last_unit:

@@ -19,7 +19,7 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import lower_builtin, register_model
 
 from varlen_kernels.cpu.native.native import inlined, intrinsic
-from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.target_cpu import LANES, target_cpu
 
 _BYTE, _SIZE = ir.IntType(8), ir.IntType(64)
 
@@ -56,6 +56,8 @@ _FLOAT, _INT, _HALF, _SIZE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT, LANES)
 _HALVES = ir.VectorType(_HALF, LANES)
+# Whether an instruction rounds to bf16.
+_ROUNDS = target_cpu().has("avx512bf16")
 _TO_BF16 = "llvm.x86.avx512bf16.cvtneps2bf16.512"
 
 
@@ -119,7 +121,7 @@ _define_operator(operator.truediv, "fdiv")
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
     address = element_address(context, builder, array_type, array, row, column)
-    element = _FLOAT if array_type.dtype == types.float32 else _HALF
+    element = {types.float32: _FLOAT, types.int32: _INT}.get(array_type.dtype, _HALF)
     return builder.bitcast(address, element.as_pointer())
 
 
@@ -135,6 +137,9 @@ def _shuffle(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
 def _load(builder: Any, pointer: Any) -> Any:
     if pointer.type.pointee == _FLOAT:
         return builder.load(builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
+    if pointer.type.pointee == _INT:
+        whole = builder.load(builder.bitcast(pointer, _INTS.as_pointer()), align=4)
+        return builder.sitofp(whole, _FLOATS)
     halves = builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
     return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _ints(16)), _FLOATS)
 
@@ -142,6 +147,10 @@ def _load(builder: Any, pointer: Any) -> Any:
 def _store(builder: Any, pointer: Any, value: Any) -> None:
     if pointer.type.pointee == _FLOAT:
         builder.store(value, builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
+        return
+    if _ROUNDS:
+        halves = builder.trunc(builder.lshr(_rounded(builder, value), _ints(16)), _HALVES)
+        builder.store(halves, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
         return
     # round to nearest, ties to even
     bits = builder.bitcast(value, _INTS)
@@ -280,7 +289,8 @@ def _power_of_two(builder: Any, shifted: Any) -> Any:
     return builder.bitcast(builder.add(exponent, _ints(0x3F800000)), _FLOATS)
 
 
-# load(array, row, column) returns 16 numbers of a row; load_first(..., count) returns the first ones, then zeros.
+# load(array, row, column) returns 16 numbers of a row, which may be int32; load_first(..., count) returns the first
+# ones, then zeros.
 load = _memory_op(_load, LANES_TYPE)
 load_first = _memory_op(_load_first, LANES_TYPE, types.int64)
 # store(array, row, column, value) writes 16 numbers; store_first(..., value, count) writes the first ones.

@@ -112,7 +112,8 @@ def intrinsic(declare: Any, arguments: int) -> Any:
 fp32_vector, fp32_matrix = (_view(types.float32, axes) for axes in (1, 2))
 fp64_vector = _view(types.float64, 1)
 uint8_vector, uint8_matrix = (_view(types.uint8, axes) for axes in (1, 2))
-int32_vector, uint32_vector = _view(types.int32, 1), _view(types.uint32, 1)
+int32_vector, int32_matrix = (_view(types.int32, axes) for axes in (1, 2))
+uint32_vector = _view(types.uint32, 1)
 int64_vector = _view(types.int64, 1)
 
 _allocate: Any = types.ExternalFunction("aligned_alloc", _NUMBER(_NUMBER, _NUMBER))

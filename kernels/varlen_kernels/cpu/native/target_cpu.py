@@ -3,6 +3,7 @@
 So code that one machine has compiled runs on every other one of its level, and a wheel or an image can hold it.
 """
 
+import ctypes
 import os
 from functools import cache
 from typing import NamedTuple
@@ -43,9 +44,12 @@ _V3 = frozenset(
 )
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = ("-prefer-256-bit",)
+_BF16 = _V4 | {"avx512vnni", "avx512bf16"}
+_TILES = frozenset({"amx-tile", "amx-int8", "amx-bf16"})
 # From the highest level to the lowest: a CPU of a level also runs the code of all lower ones.
 LEVELS = (
-    TargetCpu("avx512_bf16", "x86-64-v4", _V4 | {"avx512vnni", "avx512bf16"}, _WIDE),
+    TargetCpu("amx", "x86-64-v4", _BF16 | _TILES, _WIDE),
+    TargetCpu("avx512_bf16", "x86-64-v4", _BF16, _WIDE),
     TargetCpu("avx512_vnni", "x86-64-v4", _V4 | {"avx512vnni"}, _WIDE),
     TargetCpu("avx512", "x86-64-v4", _V4, _WIDE),
     TargetCpu("avx2", "x86-64-v3", _V3),
@@ -91,7 +95,7 @@ def best_level(features: frozenset[str]) -> TargetCpu:
 
 @cache
 def features_here() -> frozenset[str]:
-    """Return the instruction sets of this CPU, by LLVM's names."""
+    """Return the instruction sets of this CPU that the process may use, by LLVM's names."""
     import llvmlite.binding as llvm
 
     try:
@@ -99,4 +103,18 @@ def features_here() -> frozenset[str]:
     except RuntimeError:
         # LLVM does not know the features of this CPU
         return frozenset()
-    return frozenset(name for name, is_there in known.items() if is_there)
+    found = frozenset(name for name, is_there in known.items() if is_there)
+    return found if _TILES.isdisjoint(found) or _may_use_tiles() else found - _TILES
+
+
+# The system call `arch_prctl`, what it is asked for, and the number of the tile registers' content.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the tile registers, which a process has only then; older kernels refuse.
+
+    Source: the kernel's documentation, "Using XSTATE features in user space applications".
+    """
+    refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return not refused

@@ -28,6 +28,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
         (_AVX512 | {"avx512bf16"}, "avx512"),
         (_AVX512 | {"avx512vnni", "avx512vbmi"}, "avx512_vnni"),
         (_AVX512 | {"avx512vnni", "avx512bf16", "amx-bf16"}, "avx512_bf16"),
+        (_AVX512 | {"avx512vnni", "avx512bf16", "amx-bf16", "amx-int8", "amx-tile"}, "amx"),
     ],
 )
 def test_a_cpu_has_the_level_whose_instruction_sets_it_has(features, level):
@@ -50,7 +51,7 @@ def test_the_environment_names_a_lower_level(monkeypatch):
 def test_an_unknown_level_is_an_error_that_names_the_known(monkeypatch, asked):
     monkeypatch.setenv(CPU_LEVEL_VARIABLE, "avx3")
 
-    with pytest.raises(ValueError, match='"avx3"; allowed: avx512_bf16, .*avx2$'):
+    with pytest.raises(ValueError, match='"avx3"; allowed: amx, avx512_bf16, .*avx2$'):
         asked.__wrapped__()
 
 
@@ -70,3 +71,21 @@ def test_a_cpu_that_llvm_does_not_know_has_no_instruction_set(monkeypatch):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", fail)
 
     assert not module.features_here.__wrapped__()
+
+
+@pytest.mark.parametrize("answer, has_tiles", [(0, True), (-1, False)], ids=["given", "refused"])
+def test_tiles_need_the_permission_of_the_kernel(monkeypatch, answer, has_tiles):
+    asked = []
+
+    class Library:
+        def syscall(self, *arguments):
+            asked.append(arguments)
+            return answer
+
+    known = dict.fromkeys(["avx2", "amx-tile", "amx-int8", "amx-bf16"], True)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: known)
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda _name: Library())
+
+    assert module.features_here.__wrapped__() == ({*known} if has_tiles else {"avx2"})
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    assert asked == [(158, 0x1023, 18)]
