@@ -22,7 +22,7 @@ from varlen_kernels.reference.linear_int8 import (
     quantize_weight,
 )
 
-SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200)]
+SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200), (17, 384, 70)]
 LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
 PANELS = Int8Product("linear_int8_panels", panel_levels())
 EPS = torch.finfo(torch.float32).eps
@@ -187,9 +187,10 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
     check(out, linear_int8_activate(x, quantized, kind=kind))
 
 
+@pytest.mark.parametrize("hidden", [100, 128])
 @pytest.mark.parametrize("tokens", [1, 5, 301])
-def test_threads_give_the_bits_of_one(monkeypatch, tokens):
-    x, packed = rand(tokens, 100), PANELS.quantize(*layer(100, 70))
+def test_threads_give_the_bits_of_one(monkeypatch, tokens, hidden):
+    x, packed = rand(tokens, hidden), PANELS.quantize(*layer(hidden, 70))
     runs = [
         lambda out: cpu.linear_int8_panels(x, packed, out=out),
         lambda out: cpu.linear_int8_panels_activate(x, packed, kind="gelu", out=out),
@@ -265,11 +266,12 @@ def test_no_rows_have_no_products(kernel):
 
 
 @PRODUCTS
-def test_a_row_has_the_same_bits_in_every_batch(kernel):
-    weight, bias, outliers = layer(200, 70)
+@pytest.mark.parametrize("hidden", [200, 320])
+def test_a_row_has_the_same_bits_in_every_batch(hidden, kernel):
+    weight, bias, outliers = layer(hidden, 70)
     chosen = codes(kernel, weight, outliers)
     packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers, chosen)
-    x, op = inputs(41, 200, outliers), getattr(cpu, kernel)
+    x, op = inputs(41, hidden, outliers), getattr(cpu, kernel)
 
     together = op(x, packed)
 

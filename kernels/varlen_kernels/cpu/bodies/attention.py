@@ -107,7 +107,7 @@ def _attend_tile(
     scores, weights, context, totals, tops, rescales, largest = room
     width, value_pairs = queries.shape[1], 4 // values.itemsize
     rows = (count + ROWS - 1) // ROWS * ROWS
-    first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
+    first_key = max(0, tile - window + 1) // TILE_TOKENS * TILE_TOKENS if window else 0
     last_key = key_length
     if is_causal:
         last_key = min(key_length, tile + count)

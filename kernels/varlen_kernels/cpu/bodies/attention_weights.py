@@ -53,8 +53,8 @@ from varlen_kernels.cpu.native.tiles import HAS_TILES, ROW_BYTES, write_product
 # Rows that are multiplied together, and at most as many vectors: their sums are in registers.
 ROWS = 4
 _LINE_BYTES = 64
-# Tokens whose values are the rows of a tile, as pairs.
-TILE_TOKENS = 32
+# Tokens whose values are multiplied together: the rows of a tile are pairs.
+TILE_TOKENS = 32 if HAS_TILES else LANES
 _HAS_WIDE_TILES = PANEL_VECTORS == 4
 _SIZE, _FLOATS = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 

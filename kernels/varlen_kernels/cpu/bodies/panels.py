@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
@@ -27,7 +28,7 @@ from varlen_kernels.cpu.bodies.panel_layout import (
     PANEL_VECTORS,
     TILE_ROWS,
 )
-from varlen_kernels.cpu.native.lanes import element_address, fetch_line, load, moved
+from varlen_kernels.cpu.native.lanes import element_address, fetch_line, load, moved, splat
 from varlen_kernels.cpu.native.native import (
     aligned,
     fp32_matrix,
@@ -55,6 +56,7 @@ _FETCHED_AHEAD = 16
 _BYTE, _HALF, _INT, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _FLOATS, _INTS, _HALVES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, _HALF))
+_ZERO = np.float32(0)
 _PAIR_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
@@ -282,19 +284,24 @@ def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
     first = panel * PANEL_FEATURES
     for lane in range(0, min(PANEL_FEATURES, out.shape[1] - first), LANES):
         column = first + lane
-        for i in range(rows):
-            value = load(sums, i, lane)
-            if bias.shape[1]:
-                value = value + load_within(bias, layer, column)
-            if kind != NO_ACTIVATION:
-                value = activated(value, kind)
-            store_within(out, to_row + i, column, value)
+        added = splat(_ZERO)
+        if bias.shape[1]:
+            added = load_within(bias, layer, column)
+        if kind == NO_ACTIVATION:
+            for i in range(rows):
+                store_within(out, to_row + i, column, load(sums, i, lane) + added)
+        else:
+            for i in range(rows):
+                value = activated(load(sums, i, lane) + added, kind)
+                store_within(out, to_row + i, column, value)
 
 
 # Rows of sums that a block needs.
 SUM_ROWS = BLOCK if HAS_TILES else TILE_ROWS
-# Tiles of a panel that stay in the first-level cache, of 4 KiB each.
+# Tiles of a panel that stay in the first-level cache, of 4 KiB each; and blocks that read a panel one after another,
+# while it is in the second-level cache.
 RESIDENT_STEPS = 8
+_STRIP = 4
 
 
 @numba.extending.intrinsic
@@ -354,25 +361,39 @@ def tiles_of(count):
 
 
 @inlined
-def _multiply_in_tiles(
-    first, last, first_panel, last_panel, x, panels, begin_panel, bias, layer, kind, sums, out
-):
-    """Write some features of up to a block of tokens; see `multiply_block`."""
+def _place_of(unit, panels, blocks):
+    """Return the block and the panel of a unit.
+
+    The blocks of a strip read a panel before any of them reads the next one.
+    """
+    first = unit // (_STRIP * panels) * _STRIP
+    some = min(_STRIP, blocks - first)
+    place = unit - first * panels
+    return first + place % some, place // some
+
+
+@inlined
+def _fills_tiles(x):
+    """Return whether rows are whole tiles of bf16 numbers."""
+    return HAS_TILES and x.itemsize == 2 and x.shape[1] * x.itemsize % ROW_BYTES == 0
+
+
+@inlined
+def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, kind, sums, out):
+    """Write a panel's features of up to a block of tokens; see `multiply_block`."""
     count, steps = last - first, x.shape[1] * x.itemsize // ROW_BYTES
     tiles, height = tiles_of(count)
     configure_tiles(height)
-    for panel in range(first_panel, last_panel):
-        for step in range(0, steps, RESIDENT_STEPS):
-            some = min(RESIDENT_STEPS, steps - step)
-            for tile in range(tiles):
-                row = min(tile * height, count - height)
-                to = tile * height
-                multiply_tile(x, first + row, panels, begin_panel + panel, step, some, sums, to)
-                if step + some == steps:
-                    # rows of the tile before are not written twice
-                    new = sums[2 * to - row :]
-                    rows = height - (to - row)
-                    _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
+    for step in range(0, steps, RESIDENT_STEPS):
+        some = min(RESIDENT_STEPS, steps - step)
+        for tile in range(tiles):
+            to = tile * height
+            row = min(to, count - height)
+            multiply_tile(x, first + row, panels, begin_panel + panel, step, some, sums, to)
+            if step + some == steps:
+                # rows of the tile before are not written twice
+                new, rows = sums[2 * to - row :], height - (to - row)
+                _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
     release_tiles()
 
 
@@ -388,9 +409,10 @@ def multiply_block(
         layer: number of the layer.
     """
     begin_panel = layer * ((out.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES)
-    if HAS_TILES and x.itemsize == 2 and x.shape[1] * x.itemsize % ROW_BYTES == 0:
-        place = first, last, first_panel, last_panel, x, panels, begin_panel
-        _multiply_in_tiles(*place, bias, layer, kind, sums, out)
+    if _fills_tiles(x):
+        for panel in range(first_panel, last_panel):
+            place = first, last, panel, x, panels, begin_panel
+            _multiply_in_tiles(*place, bias, layer, kind, sums, out)
         return
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
@@ -429,6 +451,13 @@ def multiply(
     sums = fp32_matrix(memory, SUM_ROWS, PANEL_FEATURES)
     wide = fp32_matrix(memory + sum_bytes, BLOCK, wide_features)
     unit = first_unit
+    if _fills_tiles(x):
+        blocks = (len(x) + BLOCK - 1) // BLOCK
+        while unit < last_unit:
+            block, panel = _place_of(unit, len(panels), blocks)
+            place = block * BLOCK, min(block * BLOCK + BLOCK, len(x)), panel, x, panels, 0
+            _multiply_in_tiles(*place, bias, 0, kind, sums, out)
+            unit += 1
     while unit < last_unit:
         block, panel = unit // len(panels), unit % len(panels)
         count = min(len(panels) - panel, last_unit - unit)

@@ -12,10 +12,14 @@ from varlen_kernels.cpu.native.threads import using_cores
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
 
-# Rows, hidden and output features: of less than a tile, of several blocks, of widths that are no whole vectors.
+# Rows, hidden and output features: of less than a tile, of several blocks, of widths that are no whole vectors or that
+# fill the tiles of AMX.
 SHAPES = pytest.mark.parametrize(
     "rows, hidden, features",
-    [(0, 8, 5), (1, 48, 96), (5, 7, 64), (13, 33, 100), (200, 70, 129), (7, 300, 1)],
+    [
+        *[(0, 8, 5), (1, 48, 96), (5, 7, 64), (13, 33, 100), (200, 70, 129), (7, 300, 1)],
+        *[(1, 32, 64), (17, 320, 100), (500, 64, 70)],
+    ],
     ids=str,
 )
 KINDS = ["gelu", "gelu_tanh", "silu", "relu"]
@@ -60,8 +64,9 @@ def test_the_activation_is_that_of_float64_over_the_whole_range(kind):
 
 
 @DTYPES
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
-    x, weight, bias = layer_of(211, 70, 129, dtype)
+@pytest.mark.parametrize("hidden", [70, 320])
+def test_a_row_has_the_same_bits_alone_and_among_others(hidden, dtype):
+    x, weight, bias = layer_of(211, hidden, 129, dtype)
     panels = pack_panels(weight)
     expected = cpu.linear_panels(x, panels, bias)
 
@@ -69,10 +74,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
         assert torch.equal(cpu.linear_panels(x[first:last], panels, bias), expected[first:last])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40, 211])
-def test_a_row_has_the_same_bits_on_any_number_of_cores(rows):
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 40, 211, 500])
+def test_a_row_has_the_same_bits_on_any_number_of_cores(rows, dtype):
     # enough work to be shared
-    x, weight, bias = layer_of(rows, 512, 2000)
+    x, weight, bias = layer_of(rows, 512, 1000 if rows == 500 else 2000, dtype)
     panels = pack_panels(weight)
 
     def results(cores):
