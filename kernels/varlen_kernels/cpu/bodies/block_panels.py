@@ -4,7 +4,7 @@ The inputs of a block have a scale and an offset for each feature, as the checkp
 sums, and entries of a table. A tile is up to 6 rows by the features of a panel. Its sums over a block stay in registers
 while codes become fp32 numbers, or pairs of bf16 ones where the CPU multiplies these; then they are scaled, and the
 offset is multiplied by the sum of the inputs, once for each block. Where there are more than two tiles, the first one
-writes down the numbers that codes became, and the others read them from the cache.
+writes down the numbers that codes became, and the others read them from the cache; with AMX all do.
 
 A word of 32 bits has the codes of a feature whose inputs are neighbours, and the codes of even inputs are in its lower
 half: so with 4 bits a shift and a look-up make a vector of pairs. Inputs with an order of their own are copied in that
@@ -30,11 +30,13 @@ from varlen_kernels.cpu.bodies.panel_layout import (
     TILE_ROWS,
     shift_of,
 )
+from varlen_kernels.cpu.bodies.panels import SUM_ROWS, multiply_tile, tiles_of
 from varlen_kernels.cpu.native.lanes import (
     element_address,
     fetch_line,
     load,
     moved,
+    multiply_add,
     splat,
     store,
     sum_of,
@@ -49,6 +51,12 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import (
+    HAS_TILES,
+    ROW_BYTES,
+    configure_tiles,
+    release_tiles,
+)
 from varlen_kernels.functions import BLOCK
 
 # Bits of a pair's values, and of the words of codes that were widened to them.
@@ -245,7 +253,7 @@ def _add_block(
     """Add the products of some rows with a block of a panel.
 
     Args:
-        _rows: number of rows, 1 to TILE_ROWS, from `_row` on.
+        _rows: number of rows, up to TILE_ROWS, from `_row` on. With none, codes are widened only.
         _bits: bits of a code, or 0 to read the values that `widened` has.
         x: `[tokens, hidden]` fp32, or bf16 as uint16.
         _size: inputs of a block.
@@ -257,7 +265,7 @@ def _add_block(
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
         wide = _WIDE if HAS_PAIRS and x.dtype.bitwidth == _WIDE else 32
-        for rows in range(1, TILE_ROWS + 1):
+        for rows in range(TILE_ROWS + 1):
             for named, bits in ((4, 4), (8, 8), (0, wide)):
                 pairs = zip(values, (rows, named), strict=False)
                 is_it = [builder.icmp_unsigned("==", each, _SIZE(size)) for each, size in pairs]
@@ -289,6 +297,89 @@ def _sum_blocks(x, first, count, size, x_sums):
             x_sums[i, block] = sum_of(total)
 
 
+@inlined
+def _begin_sums(bias, column, count, sums):
+    """Write the bias of a panel's features into some rows of sums."""
+    for lane in range(0, PANEL_FEATURES, LANES):
+        value = splat(_ZERO)
+        if column + lane < bias.shape[1]:
+            value = load_within(bias, 0, column + lane)
+        for i in range(count):
+            store(sums, i, lane, value)
+
+
+@inlined
+def _add_in_vectors(
+    bits,
+    x,
+    first,
+    count,
+    panels,
+    panel,
+    block,
+    size,
+    table,
+    widened,
+    scales,
+    width,
+    x_sums,
+    sums,
+):
+    """Add the products of `count` rows with a block; see `_add_block`."""
+    tiles = (count + TILE_ROWS - 1) // TILE_ROWS
+    for tile in range(tiles):
+        # of about the same height
+        begin, end = count * tile // tiles, count * (tile + 1) // tiles
+        # the first one of many widens codes for the others
+        _add_block(
+            end - begin,
+            bits if tile == 0 or tiles < 3 else 0,
+            x,
+            first + begin,
+            panels,
+            panel,
+            block,
+            size,
+            table,
+            tile == 0 and tiles > 2,
+            widened,
+            scales,
+            width,
+            x_sums,
+            sums,
+            begin,
+        )
+
+
+@inlined
+def _add_in_tiles(x, first, count, block, size, widened, parts, scales, panel, width, x_sums, sums):
+    """Add the products of rows with a widened block, by tiles of AMX.
+
+    Args:
+        x: bf16 as uint16; `count` rows from `first` on.
+        parts: `[SUM_ROWS, PANEL_FEATURES]` fp32, overwritten.
+        block, size, widened, scales, panel, width, x_sums, sums: see `_add_block`.
+    """
+    steps, column = size * x.itemsize // ROW_BYTES, block * width
+    tiles, height = tiles_of(count)
+    configure_tiles(height)
+    for tile in range(tiles):
+        to = tile * height
+        row = min(to, count - height)
+        multiply_tile(x, first + row, block * size, widened, 0, 0, steps, parts, to)
+        for lane in range(0, PANEL_FEATURES, LANES):
+            scale = load(scales, panel, column + lane)
+            # rows of the tile before are not added twice
+            for i in range(to - row, height):
+                value = load(sums, row + i, lane)
+                if width > PANEL_FEATURES:
+                    offset = load(scales, panel, column + PANEL_FEATURES + lane)
+                    value = multiply_add(splat(x_sums[row + i, block]), offset, value)
+                value = multiply_add(load(parts, to + i, lane), scale, value)
+                store(sums, row + i, lane, value)
+    release_tiles()
+
+
 @inlined_body
 def multiply_blocks(
     first_unit,
@@ -308,12 +399,15 @@ def multiply_blocks(
     A unit is a panel of a block of tokens.
     """
     hidden, height = x.shape[1], min(BLOCK, len(x))
-    blocks, values = hidden // size, size * PANEL_FEATURES if height > 2 * TILE_ROWS else 0
-    sum_bytes, x_bytes = 4 * height * PANEL_FEATURES, aligned(4 * height * blocks)
+    is_tiled = HAS_TILES and x.itemsize == 2 and size * x.itemsize % ROW_BYTES == 0
+    values = size * PANEL_FEATURES if is_tiled or height > 2 * TILE_ROWS else 0
+    blocks, sum_bytes = hidden // size, 4 * (SUM_ROWS + height) * PANEL_FEATURES
+    x_bytes = aligned(4 * height * blocks)
     memory = new_memory(sum_bytes + 4 * values + x_bytes + 4 * height * len(order))
     if memory == 0:
         return 1
     sums = fp32_matrix(memory, height, PANEL_FEATURES)
+    parts = fp32_matrix(memory + 4 * height * PANEL_FEATURES, SUM_ROWS, PANEL_FEATURES)
     widened = fp32_matrix(memory + sum_bytes, 1, values)
     x_sums = fp32_matrix(memory + sum_bytes + 4 * values, height, blocks)
     unit = first_unit
@@ -330,38 +424,18 @@ def multiply_blocks(
         width = scales.shape[1] // blocks
         if width > PANEL_FEATURES:
             _sum_blocks(inputs, x_row, count, size, x_sums)
-        tiles = (count + TILE_ROWS - 1) // TILE_ROWS
         while panel < panel_end:
             column = panel * PANEL_FEATURES
-            for lane in range(0, PANEL_FEATURES, LANES):
-                value = splat(_ZERO)
-                if column + lane < bias.shape[1]:
-                    value = load_within(bias, 0, column + lane)
-                for i in range(count):
-                    store(sums, i, lane, value)
+            _begin_sums(bias, column, count, sums)
             for block in range(blocks):
-                for tile in range(tiles):
-                    # of about the same height
-                    begin, end = count * tile // tiles, count * (tile + 1) // tiles
-                    # the first one of many widens codes for the others
-                    _add_block(
-                        end - begin,
-                        bits if tile == 0 or tiles < 3 else 0,
-                        inputs,
-                        x_row + begin,
-                        panels,
-                        panel,
-                        block,
-                        size,
-                        table,
-                        tile == 0 and tiles > 2,
-                        widened,
-                        scales,
-                        width,
-                        x_sums,
-                        sums,
-                        begin,
-                    )
+                if is_tiled:
+                    codes = bits, inputs, x_row, panels, panel, block, size, table, True, widened
+                    _add_block(0, *codes, scales, width, x_sums, sums, 0)
+                    rows = inputs, x_row, count, block, size, widened, parts
+                    _add_in_tiles(*rows, scales, panel, width, x_sums, sums)
+                else:
+                    rows_of = bits, inputs, x_row, count, panels, panel, block, size, table
+                    _add_in_vectors(*rows_of, widened, scales, width, x_sums, sums)
             for lane in range(0, min(PANEL_FEATURES, out.shape[1] - column), LANES):
                 for i in range(count):
                     store_within(out, first + i, column + lane, load(sums, i, lane))

@@ -27,9 +27,10 @@ from numba.core import cgutils, types
 from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
 from varlen_kernels.cpu.bodies.int8_layout import DEPTH, TILE_FEATURES, TILE_ROWS, WIDTH
 from varlen_kernels.cpu.bodies.panels import (
-    RESIDENT_STEPS,
     SUM_ROWS,
+    fetch_tile,
     multiply_tile,
+    resident_steps,
     tiles_of,
 )
 from varlen_kernels.cpu.native.lanes import (
@@ -264,22 +265,6 @@ def store_codes(_context, codes, _row, _column, _value, _lowest):
     return types.none(*arguments), generate
 
 
-@numba.extending.intrinsic
-def prefetch(_context, array, _row, _column):
-    """Have the cache line of an element read, to be written soon."""
-
-    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        address = element_address(context, builder, declared.args[0], *values)
-        function_type = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
-        name = "llvm.prefetch.p0"
-        call = cgutils.get_or_insert_function(builder.module, function_type, name)
-        # to write, into all levels, of data
-        builder.call(call, (address, *(ir.Constant(_INT, number) for number in (1, 3, 1))))
-        return context.get_dummy_value()
-
-    return types.none(array, types.int64, types.int64), generate
-
-
 # NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
 
@@ -404,14 +389,6 @@ def dequantize(
 
 
 @inlined
-def _prefetch_tile(out, to_row, rows, first_column):
-    """Have the memory of a tile's results in the cache when they are there."""
-    for i in range(rows):
-        for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
-            prefetch(out, to_row + i, column)
-
-
-@inlined
 def _multiply_tile(codes, tile, rows, panels, panel, sums):
     """Write the products of the rows of a tile; others have no meaning."""
     if rows == 1:
@@ -507,21 +484,26 @@ def _multiply_in_tiles(
     """
     tiles, height = tiles_of(count)
     configure_tiles(height)
+    most = resident_steps(steps)
     while panel < panel_end:
         if has_halves(panels):
             widen_halves(panels, panel, widened)
-        for step in range(0, steps, RESIDENT_STEPS):
-            some = min(RESIDENT_STEPS, steps - step)
+        step = 0
+        while step < steps:
+            some = min(most, steps - step)
             for tile in range(tiles):
                 row = tile * height
-                if has_halves(panels):
-                    multiply_tile(codes, row, widened, 0, step, some, sums, row)
-                else:
-                    multiply_tile(codes, row, panels, panel, step, some, sums, row)
+                rows, column = min(height, count - row), panel * TILE_FEATURES
                 if step + some == steps:
-                    of_tile = sums[row:], values[row:], min(height, count - row), factors, row
-                    column = panel * TILE_FEATURES
+                    fetch_tile(out, block + row, rows, column, TILE_FEATURES)
+                if has_halves(panels):
+                    multiply_tile(codes, row, 0, widened, 0, step, some, sums, row)
+                else:
+                    multiply_tile(codes, row, 0, panels, panel, step, some, sums, row)
+                if step + some == steps:
+                    of_tile = sums[row:], values[row:], rows, factors, row
                     _write_tile(*of_tile, scale, fp32_rows, column, kind, out, block + row)
+            step += some
         panel += 1
     release_tiles()
 
@@ -577,7 +559,7 @@ def multiply_codes(
         while panel < panel_end:
             for tile in range(0, count, TILE_ROWS):
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
-                _prefetch_tile(out, block + tile, rows, column)
+                fetch_tile(out, block + tile, rows, column, TILE_FEATURES)
                 _multiply_tile(codes, tile, rows, panels, panel, sums)
                 of_tile = sums, values, rows, factors, tile, scale, fp32_rows, column
                 _write_tile(*of_tile, kind, out, block + tile)

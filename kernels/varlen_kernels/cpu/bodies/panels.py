@@ -28,7 +28,14 @@ from varlen_kernels.cpu.bodies.panel_layout import (
     PANEL_VECTORS,
     TILE_ROWS,
 )
-from varlen_kernels.cpu.native.lanes import element_address, fetch_line, load, moved, splat
+from varlen_kernels.cpu.native.lanes import (
+    element_address,
+    fetch_line,
+    fetch_to_write,
+    load,
+    moved,
+    splat,
+)
 from varlen_kernels.cpu.native.native import (
     aligned,
     fp32_matrix,
@@ -279,6 +286,14 @@ def multiply_rows(rows, x, row, panels, panel, sums):
 
 
 @inlined
+def fetch_tile(out, to_row, rows, first, columns):
+    """Have the memory of a tile's results in the cache when they are there."""
+    for i in range(rows):
+        for column in range(first, min(first + columns, out.shape[1]), LANES):
+            fetch_to_write(out, to_row + i, column)
+
+
+@inlined
 def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
     """Write the results of the first rows of a tile."""
     first = panel * PANEL_FEATURES
@@ -298,26 +313,26 @@ def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
 
 # Rows of sums that a block needs.
 SUM_ROWS = BLOCK if HAS_TILES else TILE_ROWS
-# Tiles of a panel that stay in the first-level cache, of 4 KiB each; and blocks that read a panel one after another,
-# while it is in the second-level cache.
-RESIDENT_STEPS = 8
+# Most tiles of a panel that stay in the first-level cache, of 4 KiB each; and blocks that read a panel one after
+# another, while it is in the second-level cache.
+_RESIDENT = 8
 _STRIP = 4
 
 
 @numba.extending.intrinsic
-def multiply_tile(_context, x, _row, panels, _panel, _step, _steps, sums, _to_row):
+def multiply_tile(_context, x, _row, _column, panels, _panel, _step, _steps, sums, _to_row):
     """Add the products of some rows with a part of a panel.
 
     Args:
-        x: bf16 as uint16, or codes; the tile begins at `_row`.
+        x: bf16 as uint16, or codes; the rows begin at `_row` and `_column`.
         panels: pairs or fours of numbers side by side.
         _step, _steps: the part, in tiles of a row; the sums begin with the first one.
         sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes, from `_to_row` on.
     """
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        from_x, row, from_panels, panel, step, steps, to_sums, to_row = values
-        width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 2))
+        from_x, row, column, from_panels, panel, step, steps, to_sums, to_row = values
+        width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 3))
         weight_bytes = VECTORS * ROW_BYTES
 
         def place(number: int, array: Any, first: Any, column: Any) -> Any:
@@ -327,7 +342,7 @@ def multiply_tile(_context, x, _row, panels, _panel, _step, _steps, sums, _to_ro
             strides = context.make_array(declared.args[number])(context, builder, array).strides
             return cgutils.unpack_tuple(builder, strides, 2)[0]
 
-        columns = builder.mul(step, _SIZE(ROW_BYTES // width))
+        columns = builder.add(column, builder.mul(step, _SIZE(ROW_BYTES // width)))
         numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
         write_product(
             builder,
@@ -335,18 +350,18 @@ def multiply_tile(_context, x, _row, panels, _panel, _step, _steps, sums, _to_ro
             VECTORS,
             rows=place(0, from_x, row, columns),
             row_bytes=row_bytes(0, from_x),
-            weights=place(2, from_panels, panel, numbers),
+            weights=place(3, from_panels, panel, numbers),
             weight_bytes=_SIZE(weight_bytes),
             vector_bytes=_SIZE(ROW_BYTES),
             steps=steps,
-            sums=place(6, to_sums, to_row, _SIZE(0)),
-            sum_bytes=row_bytes(6, to_sums),
+            sums=place(7, to_sums, to_row, _SIZE(0)),
+            sum_bytes=row_bytes(7, to_sums),
             is_new=builder.icmp_unsigned("==", step, _SIZE(0)),
         )
         return context.get_dummy_value()
 
     whole = types.int64
-    arguments = x, whole, panels, whole, whole, whole, sums, whole
+    arguments = x, whole, whole, panels, whole, whole, whole, sums, whole
     return types.none(*arguments), generate
 
 
@@ -358,6 +373,13 @@ def tiles_of(count):
     """
     tiles = (count + ROWS - 1) // ROWS
     return tiles, (count + tiles - 1) // tiles
+
+
+@inlined
+def resident_steps(steps):
+    """Return how many tiles of a row are multiplied before the next rows: equal parts."""
+    parts = (steps + _RESIDENT - 1) // _RESIDENT
+    return (steps + parts - 1) // parts
 
 
 @inlined
@@ -384,16 +406,20 @@ def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, 
     count, steps = last - first, x.shape[1] * x.itemsize // ROW_BYTES
     tiles, height = tiles_of(count)
     configure_tiles(height)
-    for step in range(0, steps, RESIDENT_STEPS):
-        some = min(RESIDENT_STEPS, steps - step)
+    step, most = 0, resident_steps(steps)
+    while step < steps:
+        some = min(most, steps - step)
         for tile in range(tiles):
             to = tile * height
             row = min(to, count - height)
-            multiply_tile(x, first + row, panels, begin_panel + panel, step, some, sums, to)
+            if step + some == steps:
+                fetch_tile(out, first + row, height, panel * PANEL_FEATURES, PANEL_FEATURES)
+            multiply_tile(x, first + row, 0, panels, begin_panel + panel, step, some, sums, to)
             if step + some == steps:
                 # rows of the tile before are not written twice
                 new, rows = sums[2 * to - row :], height - (to - row)
                 _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
+        step += some
     release_tiles()
 
 

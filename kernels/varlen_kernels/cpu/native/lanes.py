@@ -203,16 +203,17 @@ def _store_paired(builder: Any, pointer: Any, value: Any, is_second: Any) -> Non
     builder.store(builder.select(is_second, both, low), pairs, align=4)
 
 
-def fetch_line(builder: Any, address: Any) -> None:
+def fetch_line(builder: Any, address: Any, *, is_written: bool = False) -> None:
     """Have the cache line of an address of bytes read: it is needed soon."""
     kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
     fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # to read, into all levels, of data
-    builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in (0, 3, 1))))
+    # into all levels, of data
+    numbers = int(is_written), 3, 1
+    builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in numbers)))
 
 
-def _fetch(builder: Any, pointer: Any) -> None:
-    fetch_line(builder, builder.bitcast(pointer, _BYTE.as_pointer()))
+def _fetch(is_written: bool, builder: Any, pointer: Any) -> None:
+    fetch_line(builder, builder.bitcast(pointer, _BYTE.as_pointer()), is_written=is_written)
 
 
 def _zeros(builder: Any, element: Any) -> Any:
@@ -301,8 +302,8 @@ store_first = _memory_op(_store_first, types.none, LANES_TYPE, types.int64)
 # of 16 pairs and zeros, or their second numbers.
 store_factors = _memory_op(_store_factors, LANES_TYPE, LANES_TYPE)
 store_paired = _memory_op(_store_paired, types.none, LANES_TYPE, types.boolean)
-# fetch(array, row, column) has the cache line of an element read.
-fetch = _memory_op(_fetch, types.none)
+# fetch(array, row, column) has the cache line of an element read; fetch_to_write, to be written.
+fetch, fetch_to_write = (_memory_op(partial(_fetch, each), types.none) for each in (False, True))
 # splat(number) repeats it in every lane.
 splat = _register_op(repeated, LANES_TYPE, types.float32)
 # multiply_add(a, b, c) returns a · b + c, rounded once.
