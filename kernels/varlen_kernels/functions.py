@@ -166,16 +166,6 @@ _OF_INT8 = (
 MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
 # a byte has two codes of 4 bits
 MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1), "multiply_codes")
-QUANTIZE = Function(
-    "quantize",
-    "x:fp32 outliers:int64_vector codes=uint8 factors=fp32 levels:whole lowest:whole",
-    work_of_rows(0, 0),
-)
-_OF_SUMS = "sums:{} factors:fp32 scale:fp32_row fp32_rows:fp32 out=fp32"
-DEQUANTIZE = Function("dequantize", _OF_SUMS.format("fp32"), work_of_rows(0, 0))
-DEQUANTIZE_INT32 = Function(
-    "dequantize_int32", _OF_SUMS.format("int32"), work_of_rows(0, 0), "dequantize"
-)
 APPEND = Function(
     "append",
     "qkv:matrix slots:int64_vector keys=cache values=cache position_ids:ids cos_sin:fp32"

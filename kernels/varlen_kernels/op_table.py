@@ -254,8 +254,6 @@ _ROWS = (
         functions.MULTIPLY_BLOCKS.of(**_fields("weight", "panels scales order table size bits")),
         name="linear_blocks",
     ),
-    Op(linear_int8, _int8_product, "cpu"),
-    Op(linear_int8, _int8_product, "cpu", name="linear_int8_packed"),
     *(
         Op(linear_int8, _int8_product, "cpu", _layer(function, NO_ACTIVATION), name=name)
         for name, function in (

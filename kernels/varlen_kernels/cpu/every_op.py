@@ -7,7 +7,6 @@ from varlen_kernels.reference.every_op import *
 # isort: split
 from varlen_kernels.cpu.calls.calls import compiled_form
 from varlen_kernels.cpu.choices import beam_step
-from varlen_kernels.cpu.int8_torch import linear_int8, linear_int8_packed
 from varlen_kernels.cpu.products import (
     linear,
     linear_activate,

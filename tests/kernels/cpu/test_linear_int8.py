@@ -5,10 +5,9 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_products, int8_torch
 from varlen_kernels.cpu.bodies.int8_layout import TILE_FEATURES, panel_levels
 from varlen_kernels.cpu.calls import calls
-from varlen_kernels.cpu.int8_products import Int8Product
+from varlen_kernels.cpu.int8_products import Int8Product, int8_product
 from varlen_kernels.cpu.native.threads import using_cores
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
@@ -45,8 +44,6 @@ def inputs(tokens, hidden, outliers):
 PRODUCTS = pytest.mark.parametrize(
     "kernel",
     [
-        "linear_int8",
-        "linear_int8_packed",
         "linear_int8_panels",
         "linear_int4_panels",
     ],
@@ -55,10 +52,6 @@ PRODUCTS = pytest.mark.parametrize(
 
 def codes(kernel, weight, outliers):
     return nearest_codes(weight, outliers, 4 if "int4" in kernel else 8)
-
-
-def most_levels(kernel):
-    return panel_levels() if kernel == "linear_int4_panels" else int8_products._levels(kernel)
 
 
 @LEVELS
@@ -85,32 +78,11 @@ def test_the_error_is_at_most_half_a_step_of_each_factor(
     assert ((actual.double() - exact).abs() <= bound + rounding).all()
 
 
-@LEVELS
-@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
-def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, signed, levels):
-    _, _, outliers = layer(hidden, features)
-    x = inputs(tokens, hidden, outliers)
-    x[0] = 3.25
-    expected = quantize_rows(x, outliers, levels)
-
-    codes, factors = int8_torch.quantize(x, outliers, levels, signed=signed)
-
-    kept = [column for column in range(hidden) if column not in outliers.tolist()]
-    lowest = -128 if signed else 0
-    assert torch.equal(codes[:, kept].int(), expected.codes[:, kept] + lowest)
-    assert torch.equal(factors[:, :1], expected.scale)
-    assert torch.equal(factors[:, 2:], x[:, outliers])
-    # the value of code 0
-    values = factors[:, 1:2] + lowest * factors[:, :1]
-    torch.testing.assert_close(values, expected.factors[:, :1], rtol=1e-5, atol=1e-5)
-
-
 @PRODUCTS
 @pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
-    levels = most_levels(kernel) if is_full else REDUCED_LEVELS
+    levels = panel_levels() if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(hidden, features)
     x = inputs(tokens, hidden, outliers)
     packed = Int8Product(kernel, levels).quantize(
@@ -132,7 +104,7 @@ def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, 
 @pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
 def test_the_lowest_code_is_multiplied_exactly(kernel, is_full):
     """Codes of quantized checkpoints reach -128 and -8."""
-    levels = most_levels(kernel) if is_full else REDUCED_LEVELS
+    levels = panel_levels() if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(1023, 33)
     lowest = -8 if "int4" in kernel else -128
     chosen = WeightCodes(torch.full((33,), 0.01), torch.full((1023, 33), lowest).to(torch.int8))
@@ -151,7 +123,7 @@ def test_the_lowest_code_is_multiplied_exactly(kernel, is_full):
 def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
     x, op = inputs(40, 100, outliers), getattr(cpu, kernel)
-    product = Int8Product(kernel, most_levels(kernel))
+    product = Int8Product(kernel, panel_levels())
     packed = product.quantize(weight, bias, outliers, codes(kernel, weight, outliers))
 
     together = op(x, packed)
@@ -213,7 +185,7 @@ def test_panels_of_4_bits_have_every_code(tokens):
     weight, outliers = torch.zeros(37, 16), torch.arange(OUTLIERS)
     x = rand(tokens, 37)
 
-    packed = int8_products.int4_product().quantize(weight, None, outliers, chosen)
+    packed = int8_product(4).quantize(weight, None, outliers, chosen)
 
     quantized = quantize_weight(weight, None, outliers, PANELS.levels, chosen)
     assert packed.codes.nbytes == 40 * TILE_FEATURES // 2
@@ -279,11 +251,6 @@ def test_a_row_has_the_same_bits_in_every_batch(hidden, kernel):
         assert torch.equal(op(x[first:last], packed), together[first:last])
 
 
-def test_another_number_of_outliers_is_refused():
-    with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
-        int8_torch.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
-
-
 def test_outliers_do_not_change_the_codes_of_other_columns():
     _, _, outliers = layer(50, 3)
     x = inputs(9, 50, outliers)
@@ -293,91 +260,3 @@ def test_outliers_do_not_change_the_codes_of_other_columns():
 
     assert torch.equal(actual.codes, expected.codes)
     assert torch.equal(actual.scale, expected.scale)
-
-
-def saturating_product(row_codes, codes):
-    """Return sums of pairs in 16 bits, as AVX2 computes them."""
-    pairs = codes.reshape(-1, 2, codes.shape[1]).int()
-    products = row_codes.int().view(len(row_codes), -1, 2, 1) * pairs
-    return products.sum(2).clamp(-(2**15), 2**15 - 1).sum(1)
-
-
-def exact_product(row_codes, codes):
-    return (row_codes.double() @ codes.double()).int()
-
-
-def unpacked(codes):
-    return codes
-
-
-@pytest.fixture
-def small_products(monkeypatch):
-    monkeypatch.setattr(int8_products, "_WIDTH", 32)
-
-
-@pytest.fixture
-def without_panels(monkeypatch, small_products):
-    monkeypatch.setattr(int8_products, "panel_levels", lambda: 0)
-
-
-@pytest.mark.usefixtures("small_products")
-def test_sums_that_saturate_in_16_bits_get_7_bits():
-    assert int8_products.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
-
-
-@pytest.mark.usefixtures("small_products")
-@pytest.mark.parametrize("lowest", [0, -128], ids=["unsigned", "signed"])
-def test_exact_sums_get_8_bits(lowest):
-    assert int8_products.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
-
-
-@pytest.mark.usefixtures("small_products")
-def test_a_product_that_is_never_exact_is_not_used():
-    def wrong(row_codes, codes):
-        return exact_product(row_codes, codes) + 1
-
-    assert int8_products.exact_levels(wrong, unpacked, 0) == 0
-
-
-@pytest.mark.usefixtures("without_panels")
-def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
-    def missing(codes):
-        raise AttributeError("no qlinear_prepack")
-
-    monkeypatch.setattr(int8_products, "pack_codes", missing)
-
-    assert int8_products.choose_product.__wrapped__().kernel == "linear_int8"
-
-
-@pytest.mark.usefixtures("without_panels")
-def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
-    def wrong(row_codes, codes):
-        return exact_product(row_codes, codes) + 1
-
-    monkeypatch.setattr(int8_products, "signed_sums", wrong)
-
-    chosen = int8_products.choose_product.__wrapped__()
-
-    assert chosen.kernel == "linear_int8_packed"
-    assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
-
-
-@pytest.mark.usefixtures("small_products")
-def test_a_cpu_with_panels_uses_them_where_torch_has_no_exact_product(monkeypatch):
-    monkeypatch.setattr(int8_products, "exact_levels", lambda *args: 0)
-
-    chosen = int8_products.choose_product.__wrapped__()
-
-    assert chosen == PANELS
-
-
-@pytest.mark.usefixtures("without_panels")
-def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
-    def missing(*args):
-        raise NotImplementedError("aten::_int_mm")
-
-    monkeypatch.setattr(int8_products, "signed_sums", missing)
-    monkeypatch.setattr(int8_products, "unsigned_sums", missing)
-
-    with pytest.raises(int8_products.NoInt8ProductError, match="inexactly, or not at all"):
-        int8_products.choose_product.__wrapped__()

@@ -415,7 +415,7 @@ def _fastest(times: Mapping[str, Sequence[Sequence[float]]], margin: float) -> t
 
 def compiles_products(program: Program) -> bool:
     """Return whether oneDNN runs linear layers: it compiles a product for each number of rows."""
-    return any(op.kernel in (PACKED, "linear_int8_packed") for op in program.ops) or any(
+    return any(op.kernel == PACKED for op in program.ops) or any(
         weight.dtype == torch.bfloat16 and can_pack(weight.dtype)
         for weight in _linear_weights(program)
     )

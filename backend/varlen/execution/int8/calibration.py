@@ -121,14 +121,11 @@ def quantize_layers(
 
 
 def product_of(bits: WeightBits) -> "Int8Product":
-    """Return the linear layer that runs weights with codes of this number of bits.
-
-    Raises:
-        NoInt8ProductError: this CPU has none.
-    """
+    """Return the linear layer that runs weights with codes of this number of bits."""
+    # its layout asks LLVM for the CPU, which a machine with a GPU may lack
     from varlen_kernels.cpu import int8_products
 
-    return int8_products.choose_product() if bits == 8 else int8_products.int4_product()
+    return int8_products.int8_product(bits)
 
 
 def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:

@@ -249,20 +249,12 @@ def _hashes_of(model: CalibratedModel[_Answer]) -> tuple[str, str]:
 
 
 def check_int8(bits: WeightBits = 8) -> None:
-    """Raise ConfigError if compiled ops or an exact product of codes is missing."""
+    """Raise ConfigError if ops cannot be compiled here."""
     if not has_compiled_ops():
         raise ConfigError(
             f'dtype is "int{bits}", whose ops are compiled, and they cannot be here;'
             " allowed: auto, fp32, bf16"
         )
-    from varlen_kernels.cpu.int8_products import NoInt8ProductError
-
-    try:
-        product_of(bits)
-    except NoInt8ProductError as error:
-        raise ConfigError(
-            f'dtype is "int{bits}", which cannot be used here: {error}; allowed: auto, fp32, bf16'
-        ) from None
 
 
 class _LoggedProgress:

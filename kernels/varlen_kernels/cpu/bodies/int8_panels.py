@@ -265,9 +265,6 @@ def store_codes(_context, codes, _row, _column, _value, _lowest):
     return types.none(*arguments), generate
 
 
-# NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz"}
-
 _SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
 _ZERO, _HALF, _ONE, _NAN = (np.float32(x) for x in (0, 0.5, 1, np.nan))
 _LARGEST = np.finfo(np.float32).max
@@ -333,59 +330,6 @@ def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_ro
     factors[to_row, 1] = low - scale * np.float32(lowest)
     for k in range(OUTLIERS):
         factors[to_row, 2 + k] = x[token, outliers[k]]
-
-
-@inlined_body
-def quantize(
-    first,
-    last,
-    x,  # [tokens, hidden]
-    outliers,  # [OUTLIERS], ascending
-    levels,
-    lowest,  # the code of a token's lowest value
-    codes,  # [tokens, hidden]
-    factors,  # [tokens, FACTORS]
-):
-    """Write the codes and factors of some tokens; return whether memory ran out."""
-    columns = whole_vectors(x.shape[1])
-    memory = new_memory(4 * columns)
-    if memory == 0:
-        return 1
-    kept = fp32_matrix(memory, 1, columns)
-    keep_columns(outliers, x.shape[1], kept)
-    for token in range(first, last):
-        quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, token)
-    free_memory(memory)
-    return 0
-
-
-@inlined_body(fastmath=_FAST)
-def dequantize(
-    first,
-    last,
-    sums,  # [tokens, features] int32 or fp32
-    factors,  # [tokens, FACTORS]
-    scale,  # [1, features]
-    fp32_rows,  # [2 + OUTLIERS, features]
-    out,  # [tokens, features]
-):
-    """Write the values of sums of codes."""
-    for token in range(first, last):
-        step, offset = factors[token, 0], factors[token, 1]
-        # one name for each of OUTLIERS
-        x_first, x_second = factors[token, 2], factors[token, 3]
-        x_third, x_fourth = factors[token, 4], factors[token, 5]
-        for i in range(sums.shape[1]):
-            out[token, i] = (
-                np.float32(sums[token, i]) * step * scale[0, i]
-                + offset * fp32_rows[0, i]
-                + fp32_rows[1, i]
-                + x_first * fp32_rows[2, i]
-                + x_second * fp32_rows[3, i]
-                + x_third * fp32_rows[4, i]
-                + x_fourth * fp32_rows[5, i]
-            )
-    return 0
 
 
 @inlined

@@ -47,15 +47,6 @@ from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS, neare
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
 PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
-PRODUCTS = pytest.mark.parametrize(
-    "product",
-    [
-        Int8Product("linear_int8", REDUCED_LEVELS),
-        Int8Product("linear_int8_packed", REDUCED_LEVELS),
-        PANELS,
-    ],
-    ids=lambda each: each.kernel,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -122,17 +113,16 @@ def linear_program(hidden=40, features=24, layers=2):
     return ops.finish(output), [ref(weight) for weight in weights]
 
 
-@PRODUCTS
-def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch, product):
-    monkeypatch.setattr(int8_products, "choose_product", lambda: product)
+def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch):
+    monkeypatch.setattr(int8_products, "int8_product", lambda bits: PANELS)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
     codes = {layer_key(weight(), None): codes_of(weight()) for weight in weights[:1]}
 
     program = use_int8(program, quantize_layers([program], codes))
 
-    assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
-    assert program.ops[0].operands[1].levels == product.levels
+    assert [op.kernel for op in program.ops] == [PANELS.kernel, "linear"]
+    assert program.ops[0].operands[1].levels == PANELS.levels
     assert [weight() is None for weight in weights] == [True, False]
     assert program.weight_bytes < 0.65 * before
 
@@ -164,7 +154,7 @@ def recorded_layers(follow):
     ids=["activation", "another-op", "output", "two-readers", "norm"],
 )
 def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
-    monkeypatch.setattr(int8_products, "choose_product", lambda: PANELS)
+    monkeypatch.setattr(int8_products, "int8_product", lambda bits: PANELS)
 
     assert recorded_layers(follow) == kernels
 
@@ -226,16 +216,15 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
     runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
     kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
-    product = int8_products.choose_product().kernel
+    product = int8_products.int8_product(8).kernel
     assert all(kernel.startswith(product) for kernel in kernels[:8])
     assert kernels[8:] == [paths_of(torch.float32)[-1]] * 2
     assert runner.info.cost_fields["int8"] == product
     np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
 
 
-@PRODUCTS
-def test_every_product_serves_an_encoder(folder, monkeypatch, product):
-    monkeypatch.setattr(int8_products, "choose_product", lambda: product)
+def test_codes_of_7_bits_serve_an_encoder(folder, monkeypatch):
+    monkeypatch.setattr(int8_products, "int8_product", lambda bits: PANELS)
 
     assert cosines(embeddings(folder, "int8"), embeddings(folder, "fp32")).min() > 0.99
 
@@ -532,14 +521,4 @@ def test_int8_needs_compiled_ops(monkeypatch):
     monkeypatch.setattr(int8_model, "has_compiled_ops", lambda: False)
 
     with pytest.raises(ConfigError, match='dtype is "int8", whose ops are compiled'):
-        int8_model.check_int8()
-
-
-def test_int8_needs_an_exact_product(monkeypatch):
-    def none():
-        raise int8_products.NoInt8ProductError("no product")
-
-    monkeypatch.setattr(int8_products, "choose_product", none)
-
-    with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
         int8_model.check_int8()

@@ -10,7 +10,6 @@ from numba.core import types
 
 from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
-from varlen_kernels.cpu import int8_torch
 from varlen_kernels.cpu.calls import calls, entries
 from varlen_kernels.cpu.calls.calls import run_op
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops, run_calls
@@ -18,7 +17,6 @@ from varlen_kernels.cpu.native import threads
 from varlen_kernels.cpu.native.native import int64_vector
 from varlen_kernels.cpu.native.threads import ARGUMENTS, FUNCTION, PARTS, UNITS, using_cores
 from varlen_kernels.functions import FUNCTIONS
-from varlen_kernels.reference.linear_int8 import FULL_LEVELS, OUTLIERS
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are compiled")
 UNIT_COUNT = 64
@@ -143,8 +141,6 @@ def test_an_op_takes_tensors_that_are_not_contiguous():
 def test_a_tensor_of_another_dtype_is_an_error():
     x = rand(2, 8, dtype=torch.bfloat16)
 
-    with pytest.raises(TypeError, match=r"quantize has no code for x in torch\.bfloat16, "):
-        int8_torch.quantize(x, torch.arange(OUTLIERS), FULL_LEVELS, signed=True)
     with pytest.raises(
         TypeError, match=r"activate has no code for x in torch\.bfloat16, out in torch\.float32"
     ):
