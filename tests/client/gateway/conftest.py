@@ -1,6 +1,7 @@
 """Fixtures: a gateway over fake models, called without a port."""
 
 import asyncio
+from unittest import mock
 
 import httpx2
 import openai
@@ -8,6 +9,7 @@ import pytest
 
 from varlen_client.gateway import GatewaySettings
 from varlen_client.gateway.app import create_app
+from varlen_client.gateway.models import Gateway
 
 from .fake_models import Calls, FakeClient
 from .tool_templates import FAMILIES, renderer
@@ -18,15 +20,30 @@ def calls():
     return Calls()
 
 
-@pytest.fixture
-def make_app(calls):
-    """Return a function that makes the application of a gateway with these settings."""
+@pytest.fixture(scope="session")
+def gateways():
+    """Applications and their gateways by settings: FastAPI needs 70 ms for the routes of one."""
+    return {}
 
-    def make(**settings):
-        return create_app(
-            GatewaySettings(url="grpc://127.0.0.1:1", **settings),
-            lambda name: FakeClient(calls, name),
-        )
+
+@pytest.fixture
+def make_app(calls, gateways):
+    """Return a function that makes the application of a gateway with these settings.
+
+    Its gateway knows nothing of earlier requests, though another test may have had the same routes.
+    """
+
+    def make(**given):
+        settings = GatewaySettings(url="grpc://127.0.0.1:1", **given)
+        fresh = Gateway.of(settings, lambda name: FakeClient(calls, name))
+        # the folder of batches has jobs, which are started once
+        if settings not in gateways or settings.batch_folder:
+            with mock.patch.object(Gateway, "of", return_value=fresh):
+                gateways[settings] = create_app(settings), fresh
+        made, gateway = gateways[settings]
+        for name in ("models", "metrics", "forms"):
+            vars(getattr(gateway, name)).update(vars(getattr(fresh, name)))
+        return made
 
     return make
 
