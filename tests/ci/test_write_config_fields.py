@@ -59,6 +59,7 @@ def test_finds_what_code_reads_of_a_configuration(tmp_path):
     assert found["llama"] == set()
 
 
+@pytest.mark.full
 def test_the_file_holds_every_field_that_the_installed_release_reads():
     found = write_config_fields.fields_read(Path(transformers.__file__).parent)
 

@@ -34,6 +34,7 @@ def written():
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(write_reference.pages()))
 def test_the_committed_page_is_the_one_that_is_written(written, name):
     committed = (PROJECT / "docs/reference" / name).read_text()

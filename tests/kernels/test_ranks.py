@@ -172,6 +172,7 @@ def test_many_exchanges_of_processes_lose_nothing(group, processes, tmp_path):
     assert failed_rank(memory) is None
 
 
+@pytest.mark.full
 def test_exchanges_of_gpus_give_the_same_sums_over_gloo(processes, tmp_path):
     # of two numbers the sum is rounded once in any case
     size, count, path = 2, 100, str(tmp_path / "ranks")

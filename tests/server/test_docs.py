@@ -50,10 +50,7 @@ PAGES = (
 # The models of the other pages are loaded for their tests alone.
 PAGES_OF_MAKE_TEST = (
     *("README.md", "docs/index.md", "docs/start/migration.md"),
-    *(
-        f"docs/tasks/{name}.md"
-        for name in ("embeddings", "reranking", "tokenizer", "sparse", "late_interaction")
-    ),
+    *(f"docs/tasks/{name}.md" for name in ("embeddings", "reranking", "tokenizer")),
 )
 # Models of the pages that the shared server has under other names.
 STAND_INS = {

@@ -57,6 +57,8 @@ def ask(server, repository, load_task_models, tmp_path_factory):
     unload(server, MODELS["writer"])
 
 
+# `make test` has those that need no weights, on a gateway before fake models
+@pytest.mark.full
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 def test_the_answer_is_right(edge, ask):
     check(edge, ask)

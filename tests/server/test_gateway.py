@@ -198,6 +198,7 @@ def test_a_killed_batch_job_goes_on_and_answers_each_request_once(gateway, round
             assert_close(one, other, roundings=roundings[EMBEDDER])
 
 
+@pytest.mark.full
 def test_a_killed_gateway_goes_on_with_its_batches_and_answers_each_request_once(gateway, tmp_path):
     names = [f"r{number}" for number in range(40)]
     body = {"model": "writer", "prompt": "hello", "max_tokens": 40, "ignore_eos": True}

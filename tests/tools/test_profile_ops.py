@@ -15,6 +15,8 @@ from varlen_bench.profile_ops.timed import CLASSES, REST, Breakdown, TimedKernel
 
 from .commands import run_module
 
+pytestmark = pytest.mark.full
+
 CPU = EngineConfig.from_parameters({"device": "cpu", "kv_bytes": "1048576"})
 
 

@@ -60,6 +60,7 @@ def test_a_second_run_changes_nothing(project):
         assert os.access(project / "bin" / command, os.X_OK)
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_a_lost_command_is_written_again_without_a_new_kit(project):
     assemble(project / "server", project / "bin")
@@ -72,6 +73,7 @@ def test_a_lost_command_is_written_again_without_a_new_kit(project):
     assert (project / "server/stamp.json").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_what_an_interrupted_run_left_is_built_over(project):
     left = project / "server.partial/lib/half-a-library.so"

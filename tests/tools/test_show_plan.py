@@ -14,6 +14,8 @@ from varlen_bench.show_plan.picture import draw, in_units, render
 
 from .commands import run_module
 
+pytestmark = pytest.mark.full
+
 MIB = 2**20
 
 

@@ -70,6 +70,15 @@ def first_of_each_model_type():
     return sorted(names.values())
 
 
+def first_of_each_kind():
+    """Return the name of one served checkpoint for each model_type and list of architectures."""
+    configs = {name: CONFIGS[name]["config"] for name in reversed(SERVED)}
+    return {
+        (each["model_type"], *(each.get("architectures") or ())): name
+        for name, each in configs.items()
+    }.values()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Let torch use one thread: for such small products, several wait for each other."""
@@ -98,7 +107,14 @@ def encoded(model, rows, task):
     return [model.base_model(row).last_hidden_state[0] for row in inputs]
 
 
-@pytest.mark.parametrize("name", SERVED)
+# `make test` runs one checkpoint of each model_type, and all of their tasks
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in first_of_each_kind() else pytest.param(name, marks=pytest.mark.full)
+        for name in SERVED
+    ],
+)
 def test_a_checkpoint_of_the_hub_equals_transformers(tmp_path, small_bert, rng, name):
     check_equals_transformers(tmp_path, small_bert, rng, shrunk(CONFIGS[name]["config"]))
 

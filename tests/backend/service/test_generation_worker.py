@@ -217,7 +217,8 @@ def test_edited_answers_are_those_in_process_though_the_worker_is_killed(
             assert killer.steps > at
 
 
-@pytest.mark.parametrize("policy", [pytest.param("reserve", marks=pytest.mark.full), "optimistic"])
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.usefixtures("free_drafts")
 def test_drafts_change_no_answer_though_the_worker_is_killed(decoder, policy):
     kinds = {

@@ -4,10 +4,8 @@ import asyncio
 import importlib
 import json
 
-import langchain_openai
 import numpy as np
 import pytest
-from langchain import agents
 
 from .conftest import http_client
 from .fake_models import vector_of
@@ -18,7 +16,13 @@ URL = "http://gateway/v1"
 TEXTS = ["a", "bc", "def"]
 
 # these packages warn of their own code
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def langchain_openai():
+    """The package, whose import takes a second: collecting tests does not need it."""
+    return importlib.import_module("langchain_openai")
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def assert_vectors(found):
     np.testing.assert_array_equal(np.float32(query), expected[0])
 
 
-def test_langchain(embed, calls):
+def test_langchain(embed, calls, langchain_openai):
     found = embed(
         lambda transport: langchain_openai.OpenAIEmbeddings(
             model="embedder",
@@ -78,7 +82,10 @@ def test_llama_index(embed):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chats", "responses"])
-def test_an_agent_of_langchain_calls_a_tool(make_app, calls, model, path, streams):
+def test_an_agent_of_langchain_calls_a_tool(
+    make_app, calls, model, path, streams, langchain_openai
+):
+    agents = importlib.import_module("langchain.agents")
     model("qwen3", "<think>I add</think>", FAMILIES["qwen3"].call)
     called = []
 

@@ -124,6 +124,7 @@ def test_an_encoder_copies_in_replays_copies_out_and_waits_once(
     runner.close()
 
 
+@pytest.mark.full
 def test_a_padded_encoder_launches_op_by_op_and_waits_once(gpu: FakeCuda, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_checkpoint(tmp_path, "BertModel", **ENCODER))
     settings: Mapping[str, Any] = {"dtype": "fp32", **SIZES}

@@ -44,7 +44,7 @@ BLOCK_SIZE, BLOCKS = 16, 90
 LARGEST = {"tokens": 64, "sequences": 20, "logit_rows": 20}
 KINDS = [
     "GPT2LMHeadModel",
-    "BartForConditionalGeneration",
+    pytest.param("BartForConditionalGeneration", marks=pytest.mark.full),
     "T5ForConditionalGeneration",
     "LlamaForCausalLM",
 ]

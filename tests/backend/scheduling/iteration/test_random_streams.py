@@ -55,7 +55,7 @@ def random_request(rng):
     [{"slots": 1}, {"slots": 2}, {"stages": 2}, {"stages": 3}],
     ids=["one by one", "ahead", "two stages", "three stages"],
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_a_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, mode, seed):
     rng = random.Random(seed)
     bench = Bench(

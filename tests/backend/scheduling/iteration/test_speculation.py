@@ -117,7 +117,7 @@ def periodic(monkeypatch):
     ids=["one by one", "ahead", "two stages", "three stages"],
 )
 @pytest.mark.parametrize("limits", [LIMITS, OF_MODEL], ids=["lookup", "model"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode, limits, seed):
     if limits is OF_MODEL and ("stages" in mode or seed):
         # one process has a draft model
