@@ -98,9 +98,11 @@ class VectorFields(InstructionFields):
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments, without truncation."""
-        own = VectorFields.model_fields.keys() - InstructionFields.model_fields.keys()
-        named = {name: getattr(self, name) for name in own}
+        named = {name: getattr(self, name) for name in _OPTIONS}
         return given_options(**named) | self.instruction_option()
+
+
+_OPTIONS = VectorFields.model_fields.keys() - InstructionFields.model_fields.keys()
 
 
 class EmbeddingsBody(OpenAIBody, VectorFields):

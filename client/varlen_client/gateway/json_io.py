@@ -220,6 +220,10 @@ class Blocks:
         self.blocks = blocks
 
 
+# What is written in pieces.
+_IN_PIECES = (Mapping, Rows, Blocks, bytes)
+
+
 def json_bytes(content: Any) -> bytes:
     """Return an answer as JSON, which has no NaN and no infinity: they are null."""
     return to_json(content, inf_nan_mode="null")
@@ -280,27 +284,33 @@ def _parts(pieces: Iterator[bytes]) -> Iterator[bytes]:
 def _pieces(content: Any) -> Iterator[bytes]:
     """Yield the JSON of an answer in pieces, one for each row and block."""
     if isinstance(content, Mapping):
-        fields = (
-            chain((json_bytes(name) + b":",), _pieces(each)) for name, each in content.items()
-        )
-        yield from _joined(b"{", fields, b"}")
+        before = b"{"
+        for name, each in content.items():
+            if isinstance(each, _IN_PIECES):
+                yield before + json_bytes(name) + b":"
+                yield from _pieces(each)
+            else:
+                yield before + json_bytes({name: each})[1:-1]
+            before = b","
+        yield b"}" if content else b"{}"
     elif isinstance(content, Rows):
-        yield from _joined(b"[", (_pieces(each) for each in content.items), b"]")
+        before = b"["
+        for each in content.items:
+            if isinstance(each, bytes):
+                yield before + each
+            else:
+                yield before
+                yield from _pieces(each)
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
     elif isinstance(content, Blocks):
         # without the brackets of its list
-        blocks = (json_bytes(each)[1:-1] for each in content.blocks if len(each))
-        yield from _joined(b"[", ((block,) for block in blocks), b"]")
+        found = (json_bytes(each)[1:-1] for each in content.blocks if len(each))
+        yield b"[" + next(found, b"")
+        yield from (b"," + each for each in found)
+        yield b"]"
     elif isinstance(content, bytes):
         # the server wrote it
         yield content
     else:
         yield json_bytes(content)
-
-
-def _joined(opening: bytes, items: Iterable[Iterable[bytes]], closing: bytes) -> Iterator[bytes]:
-    yield opening
-    for index, item in enumerate(items):
-        if index:
-            yield b","
-        yield from item
-    yield closing

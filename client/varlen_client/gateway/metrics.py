@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.routing import Route
@@ -79,6 +80,11 @@ class GatewayMetrics:
             registry=self._registry,
         )
         self._ignored_names: set[str] = set()
+        # each look-up of a child takes a lock
+        self._prompt_tokens, self._completion_tokens = map(
+            self._tokens.labels, ("prompt", "completion")
+        )
+        self._of_path = cache(self._find_of_path)
 
     @contextmanager
     def request(self, path: str) -> Iterator[Observed]:
@@ -89,13 +95,17 @@ class GatewayMetrics:
             try:
                 yield observed
             finally:
-                self._requests.labels(path, str(observed.status)).inc()
-                self._seconds.labels(path).observe(time.perf_counter() - start)
+                requests, seconds = self._of_path(path, observed.status)
+                requests.inc()
+                seconds.observe(time.perf_counter() - start)
+
+    def _find_of_path(self, path: str, status: int) -> tuple[Counter, Histogram]:
+        return self._requests.labels(path, str(status)), self._seconds.labels(path)
 
     def count_tokens(self, prompt: int, completion: int = 0) -> None:
         """Count the tokens of an answered request."""
-        self._tokens.labels("prompt").inc(prompt)
-        self._tokens.labels("completion").inc(completion)
+        self._prompt_tokens.inc(prompt)
+        self._completion_tokens.inc(completion)
 
     def count_ignored(self, names: Collection[str]) -> None:
         """Count the unknown fields of a request; the first of each name is logged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,9 +52,7 @@ class RowOutput:
         name = self.other if is_other else self.name
         width = info.width(method, name, rank=self.rank)
         width = width if self.width is None else self.width
-        return replace(
-            self, name=name, width=width if width == ANY_WIDTH else -(-width // self.packs)
-        )
+        return _renamed(self, name, width if width == ANY_WIDTH else -(-width // self.packs))
 
     def checked(self, array: Output | None, rows: int) -> Output:
         """Return an array if it has the expected shape and dtype.
@@ -73,6 +72,11 @@ class RowOutput:
                 f" {self.rank + 1} dimensions"
             )
         return array
+
+
+@lru_cache(256)
+def _renamed(output: RowOutput, name: str, width: int) -> RowOutput:
+    return replace(output, name=name, width=width)
 
 
 TOKEN_COUNTS = RowOutput("num_tokens", dtype=np.int32)

@@ -174,7 +174,7 @@ class Session:
         async def attempt(replica: Replica) -> Arrays:
             parameters = with_remaining_deadline(request.parameters, clock() - start)
             parameters = {**self._common, **parameters}
-            sent = replace(request, parameters=parameters)
+            sent = InferRequest(request.rows, request.tensors, request.outputs, parameters)
             with replica.watching(info):
                 return await replica.transport.infer(info.name, sent)
 
