@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from varlen.scheduling.iteration.step_size import DraftCost
 from varlen_bench.compare.passes import Answer, Requests, drive_iterations
 from varlen_bench.compare.results import Result
+from varlen_bench.compare.worker import Worker
 from varlen_bench.generate import (
     GenerateSubject,
     Prompts,
@@ -22,16 +25,25 @@ from varlen_bench.generate import (
     with_text,
 )
 from varlen_bench.harness.rows import bench_line
+from varlen_bench.peers import trained
 from varlen_bench.peers.checkpoints import (
     GeneratorShape,
     LlamaShape,
+    config_field,
     load_generator,
     save_random_decoder,
 )
 from varlen_bench.peers.engines import Cores
 from varlen_bench.peers.gguf_files import write_gguf
 from varlen_bench.workers import decode_step, llamacpp, stepped
-from varlen_bench.workers.generate import OURS, REQUEST_LEVEL, SYSTEMS, figures, load_iteration
+from varlen_bench.workers.generate import (
+    MODEL_DRAFTING,
+    OURS,
+    REQUEST_LEVEL,
+    SYSTEMS,
+    figures,
+    load_iteration,
+)
 from varlen_bench.workers.stepped import step_in_thread
 
 from .conftest import read_csv
@@ -121,6 +133,72 @@ def test_equal_tokens_are_counted_by_position():
     assert equal_share([[1, 2], [3]], [[1, 5], [3]]) == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_draft_model_is_beside_its_target_and_drafts_are_counted_by_pass(
+    tmp_path, monkeypatch, temperature
+):
+    # whatever rows of drafts take here
+    monkeypatch.setattr(DraftCost, "step_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(DraftCost, "row_seconds", lambda *_: 0.0)
+    shape = LlamaShape("target", 16, 2, 4, key_heads=2, features=24, positions=64, vocabulary=300)
+    for folder in ("target", "draft"):
+        save_random_decoder(shape, tmp_path / folder)
+    requests, found = Requests.at_once("", [[7, 8], [9]], [12, 20]), {}
+
+    for name in (OURS, MODEL_DRAFTING):
+        system = replace(SYSTEMS[name], temperature=temperature)
+        submit = load_iteration(system, tmp_path / "target", Cores(1, 1))
+        worker = Worker(
+            system,
+            lambda load, _, submit=submit: drive_iterations(submit, load),
+            figures,
+            "tokens",
+            counts=submit.counts,
+        )
+        found[name] = [worker.measure(requests) for _ in range(3)]
+
+    plain, drafted = found[OURS], found[MODEL_DRAFTING]
+    assert [each["answers"] for each in plain] == [each["answers"] for each in drafted]
+    # the second pass has counts of its own
+    counts = [
+        (each["figures"]["drafted_tokens"], each["figures"]["accepted_tokens"])
+        for each in plain + drafted
+    ]
+    assert counts[:3] == [(0, 0)] * 3
+    assert all(10 < accepted <= drafted <= 2 * 32 for drafted, accepted in counts[3:])
+
+
+def test_only_ours_are_sampled():
+    subject = GenerateSubject(temperature=0.8, only="varlen-bf16,varlen-fp32-draft")
+    subject.prepare()
+    assert {system.temperature for system in subject.chosen} == {0.8}
+
+    with pytest.raises(ValueError, match="allowed with --only varlen"):
+        GenerateSubject(temperature=0.8).prepare()
+
+
+def test_a_pair_is_trained_once_and_prompts_are_of_other_files(tmp_path, monkeypatch):
+    for name in ("TARGET", "DRAFT"):
+        small = LlamaShape(
+            name.lower(), 16, 1, 2, key_heads=1, features=16, positions=32, vocabulary=300
+        )
+        monkeypatch.setattr(trained, name, small)
+    files = trained.library_files
+    assert len(files(held_out=False)) > 5 * len(files(held_out=True))
+    assert not set(files(held_out=False)) & set(files(held_out=True))
+    text = "\n".join(["import os, sys", "def one(self): return 1", "x = 2"]) * 40
+    monkeypatch.setattr(trained, "library_files", lambda *, held_out: [text])
+
+    target = trained.trained_pair(tmp_path, steps=2)
+
+    draft = tmp_path / "draft"
+    assert (target, trained.trained_pair(tmp_path)) == (tmp_path / "target",) * 2
+    assert [config_field(each, "vocab_size") for each in (target, draft)] == [300, 300]
+    tokenizers = [(each / "tokenizer.json").read_text() for each in (target, draft)]
+    assert tokenizers[0] == tokenizers[1]
+    assert {"target", "draft"} == {each.name for each in tmp_path.iterdir()}
+
+
 def result(name, speeds, arrivals="at once", *, model="gpt2-small", ttft=100.0, note=""):
     about = {"workload": "small", "model": model, "arrivals": arrivals}
     made = Result(system=SYSTEMS[name], **about, requests=4, work=100, note=note)
@@ -159,7 +237,7 @@ def test_bench_figures_compare_with_peers_of_equal_precision():
     assert bench_line("generate", found).startswith(
         "BENCH generate: vs_static_batch=5 vs_best_peer=1.5 vs_request_level=2 ttft_p99_ratio=0.1"
         " best_peer=ctranslate2-fp32-sorted tokens_per_second=315 decode_fraction_of_limit=0.625"
-        " drafts_vs_none=n/a tiny_gpt2_vs_static_batch=n/a"
+        " drafts_vs_none=n/a draft_model_vs_none=n/a tiny_gpt2_vs_static_batch=n/a"
     )
 
 

@@ -29,7 +29,14 @@ from varlen_bench.peers.checkpoints import (
     config_field,
     save_random_decoder,
 )
-from varlen_bench.workers.generate import DRAFTING, OURS, REQUEST_LEVEL, SYSTEMS
+from varlen_bench.peers.trained import TARGET, library_files, trained_pair
+from varlen_bench.workers.generate import (
+    DRAFTING,
+    MODEL_DRAFTING,
+    OURS,
+    REQUEST_LEVEL,
+    SYSTEMS,
+)
 from varlen_bench.workloads import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
@@ -40,16 +47,21 @@ from varlen_bench.workloads import (
 )
 from varlen_tools.train_demo.__main__ import python_documents
 
-TINY_GPT2 = "tiny_gpt2"
+TINY_GPT2, LLAMA_TRAINED = "tiny_gpt2", "llama-trained"
 _RANDOM = {shape.name: shape for shape in (GPT2_SMALL, LLAMA_SMALL)}
-_PREFIXES = {GPT2_SMALL.name: "", TINY_GPT2: "tiny_gpt2_", LLAMA_SMALL.name: "llama_small_"}
+_PREFIXES = {
+    GPT2_SMALL.name: "",
+    TINY_GPT2: "tiny_gpt2_",
+    LLAMA_SMALL.name: "llama_small_",
+    LLAMA_TRAINED: "llama_trained_",
+}
 _DEFAULT = f"{GPT2_SMALL.name},{TINY_GPT2}"
 _CHECKED_REQUESTS, _CHECKED_TOKENS = 6, 12
 # Times that a part of a text stands in a repeated prompt, and tokens of a text that is random.
 _TIMES, _TEXT_TOKENS = 3, 10_000
 _FIGURES = (
     "tokens_per_second tokens_per_second_p20 tokens_per_second_p80 ttft_p50_ms ttft_p99_ms per_token_p50_ms "
-    "per_token_p99_ms gap_p50_ms gap_p99_ms machine_gflops step_ms limit_ms"
+    "per_token_p99_ms gap_p50_ms gap_p99_ms machine_gflops step_ms limit_ms drafted_tokens accepted_tokens"
 ).split()
 
 
@@ -93,21 +105,40 @@ class GenerateSubject(GeneratingSubject):
     prompts: Annotated[
         Prompts,
         typer.Option(
-            help="Random tokens; or parts of the text that tiny_gpt2 has learned, each once, or three times."
+            help="Random tokens; or parts of the text of a trained model, each once, or three times."
         ),
     ] = Prompts.random
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Temperature of sampling, of varlen's systems; 0: most likely tokens."
+        ),
+    ] = 0.0
+    pair: Annotated[
+        Path,
+        typer.Option(
+            help=f"Folder of {LLAMA_TRAINED} and its draft model, or where to train them."
+        ),
+    ] = Path(".venv/llama-trained")
 
     def prepare(self) -> None:
         """Choose systems and models."""
         if self.quick:
             self.requests, self.rounds = min(self.requests, 8), 1
         self._choose(self.models or (TINY_GPT2 if self.quick else _DEFAULT))
+        if self.temperature:
+            if not all(system.is_ours for system in self.chosen):
+                raise ValueError("temperature is above 0; allowed with --only varlen")
+            self.chosen = [replace(each, temperature=self.temperature) for each in self.chosen]
 
     def _load_model(self, name: str, scratch: Path) -> tuple[Path, Requests]:
         if name in _RANDOM:
             shape, checkpoint = _RANDOM[name], scratch / name
             save_random_decoder(shape, checkpoint)
             sizes = shape.vocabulary, shape.positions
+        elif name == LLAMA_TRAINED:
+            checkpoint = trained_pair(self.pair)
+            sizes = TARGET.vocabulary, TARGET.positions
         else:
             checkpoint = self.repository / TINY_GPT2 / "1"
             sizes = config_field(checkpoint, "vocab_size"), config_field(checkpoint, "n_positions")
@@ -115,13 +146,17 @@ class GenerateSubject(GeneratingSubject):
             requests = trace_requests(self.trace, self.requests, *sizes, self.seed)
         else:
             requests = uniform_requests(self.requests, *sizes, self.seed)
+        if self.temperature:
+            requests = replace(requests, label=f"{requests.label}, temperature {self.temperature}")
         if self.prompts is Prompts.random:
             return checkpoint, requests
         if name in _RANDOM:
             (text,) = token_ids([_TEXT_TOKENS], sizes[0], self.seed)
         else:
+            is_library = name == LLAMA_TRAINED
+            documents = library_files(held_out=True) if is_library else python_documents()
             tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-            text = tokenizer.encode("\n\n".join(python_documents())).ids
+            text = tokenizer.encode("\n\n".join(documents)).ids
         return checkpoint, with_text(requests, text, self.prompts, self.seed)
 
     def _checked(self, requests: Requests) -> Requests:
@@ -133,7 +168,8 @@ class GenerateSubject(GeneratingSubject):
         self, process: WorkerProcess, result: Result, requests: Requests, expected: Answers
     ) -> None:
         answers = ask(process, "measure", self._checked(requests))["answers"]
-        result.equal_tokens = equal_share(answers, expected)
+        if not self.temperature:
+            result.equal_tokens = equal_share(answers, expected)
 
     def _base(self, results: Sequence[Result]) -> Result | None:
         return best_peer(results) or result_of(results, OURS)
@@ -176,6 +212,7 @@ class GenerateSubject(GeneratingSubject):
             "tokens_per_second": rounded(ours.median("tokens_per_second") if ours else None, 1),
             "decode_fraction_of_limit": rounded(ratio(limit_ms, step_ms)),
             "drafts_vs_none": speed_ratio(drafting, ours),
+            "draft_model_vs_none": speed_ratio(result_of(at_once, MODEL_DRAFTING), ours),
         }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from varlen_bench.peers.engines import Cores, EngineName, Precision
+
+if TYPE_CHECKING:
+    from varlen.config import SpeculationMethod
 
 # The engine gets all requests and batches them itself; or it gets batches, in order of arrival or by length.
 Batching = Literal["engine", "arrival", "sorted"]
@@ -36,7 +39,8 @@ class System(NamedEngine):
         unit: unit of the batch size.
         size: batch size; 0: calibrated, unless the engine batches requests itself.
         per_core: whether it has an instance on each core, which run batches at the same time; else one on all.
-        has_drafts: whether it drafts tokens from the prompt and the answer.
+        drafts: the drafter of tokens; a draft model is in the folder `draft` beside the checkpoint.
+        temperature: divisor of logits, which are sampled; 0: the most likely tokens.
         is_stored: whether the checkpoint has the weights of its precision, in groups of 32.
     """
 
@@ -44,7 +48,8 @@ class System(NamedEngine):
     unit: BatchUnit = "sequences"
     size: int = 0
     per_core: bool = False
-    has_drafts: bool = False
+    drafts: SpeculationMethod = "none"
+    temperature: float = 0.0
     is_stored: bool = False
 
     def cores(self, threads: int) -> Cores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from varlen_bench.compare.passes import (
     Answer,
@@ -31,6 +31,15 @@ AnswerAll: TypeAlias = Callable[[Requests, int], list[Answer]]
 Figures: TypeAlias = Callable[[Sequence[Answer], Requests], dict[str, Cell]]
 
 
+@runtime_checkable
+class Counted(Protocol):
+    """An engine that counts what it does."""
+
+    def counts(self) -> dict[str, int]:
+        """Return totals so far, by the names of their figures."""
+        ...
+
+
 class Worker:
     """A loaded engine and its batch size."""
 
@@ -42,8 +51,9 @@ class Worker:
         unit: Unit,
         *,
         instances: int = 1,
+        counts: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        self._system, self._answer = system, answer
+        self._system, self._answer, self._counts = system, answer, counts
         self._figures, self._unit = figures, unit
         self._size = system.size
         self._instances = instances
@@ -65,10 +75,12 @@ class Worker:
 
     def measure(self, requests: Requests) -> Message:
         """Return the figures and the answers of one pass."""
-        speed = gflops()
+        speed, before = gflops(), self._counts()
         answers = self._answer(requests, self._size or len(requests))
+        counted = {name: total - before[name] for name, total in self._counts().items()}
+        figures = {**self._figures(answers, requests), **counted, "machine_gflops": speed}
         return {
-            "figures": {**self._figures(answers, requests), "machine_gflops": speed},
+            "figures": figures,
             "answers": [answer.tokens for answer in answers],
         }
 
@@ -104,7 +116,13 @@ def starter(
         cores = Cores(**argument["cores"])
         if system.batching == "engine":
             submit = load_iteration(system, checkpoint, cores)
-            worker = Worker(system, lambda load, _: drive_iterations(submit, load), figures, unit)
+            worker = Worker(
+                system,
+                lambda load, _: drive_iterations(submit, load),
+                figures,
+                unit,
+                counts=submit.counts if isinstance(submit, Counted) else dict,
+            )
         else:
             run = load_batches(system, checkpoint, Path(argument["scratch"]), cores)
 

@@ -177,7 +177,8 @@ def _random_gpt2(shape: GeneratorShape) -> Any:
     )
 
 
-def _random_llama(shape: LlamaShape) -> Any:
+def llama_of(shape: LlamaShape) -> Any:
+    """Return a LlamaForCausalLM with random weights."""
     return random_model(
         "LlamaForCausalLM",
         "LlamaConfig",
@@ -200,7 +201,7 @@ def save_random_decoder(shape: GeneratorShape | LlamaShape, folder: Path) -> Non
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    model = _random_llama(shape) if isinstance(shape, LlamaShape) else _random_gpt2(shape)
+    model = llama_of(shape) if isinstance(shape, LlamaShape) else _random_gpt2(shape)
     # at the usual scale, random weights repeat one token whatever the prompt
     for weight in model.parameters():
         if weight.ndim == 2:
@@ -214,7 +215,7 @@ def save_random_decoder(shape: GeneratorShape | LlamaShape, folder: Path) -> Non
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(known[:1])
     # CTranslate2 needs all three
-    _save_tokenizer(
+    save_tokenizer(
         tokenizer, folder, dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
     )
 
@@ -327,10 +328,12 @@ def save_word_tokenizer(words: list[str], folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
-    _save_tokenizer(tokenizer, folder, special)
+    save_tokenizer(tokenizer, folder, special)
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, special: dict[str, str]) -> None:
+    """Save a tokenizer and its special tokens, by the names of their uses."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import load_generator, save_gptq
 from varlen_bench.peers.engines import Cores, Precision, ctranslate2_options
+from varlen_bench.peers.trained import DRAFT
 from varlen_bench.workers.llamacpp import load_llamacpp
 from varlen_bench.workers.stepped import (
     load_onnxruntime_genai,
@@ -38,9 +40,11 @@ from varlen_bench.workers.stepped import (
 
 if TYPE_CHECKING:
     from varlen.config import DType
+    from varlen.in_process.generator import Generator
+    from varlen.request.request import GeneratedPart
 
 OURS, REQUEST_LEVEL = "varlen-fp32", "varlen-fp32-batches"
-DRAFTING = "varlen-fp32-ngram"
+DRAFTING, MODEL_DRAFTING = "varlen-fp32-ngram", "varlen-fp32-draft"
 
 SYSTEMS = by_name(
     System(OURS, "varlen", "fp32", "engine"),
@@ -49,8 +53,10 @@ SYSTEMS = by_name(
     System("varlen-int4", "varlen", "int4", "engine"),
     System("varlen-gptq-int8", "varlen", "int8", "engine", is_stored=True),
     System("varlen-gptq-int4", "varlen", "int4", "engine", is_stored=True),
-    System(DRAFTING, "varlen", "fp32", "engine", has_drafts=True),
-    System("varlen-bf16-ngram", "varlen", "bf16", "engine", has_drafts=True),
+    System(DRAFTING, "varlen", "fp32", "engine", drafts="ngram"),
+    System("varlen-bf16-ngram", "varlen", "bf16", "engine", drafts="ngram"),
+    System(MODEL_DRAFTING, "varlen", "fp32", "engine", drafts="draft_model"),
+    System("varlen-bf16-draft", "varlen", "bf16", "engine", drafts="draft_model"),
     System(REQUEST_LEVEL, "varlen", "fp32", "arrival"),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted"),
@@ -130,9 +136,10 @@ def figures(answers: Sequence[Answer], requests: Requests) -> dict[str, Cell]:
 def _load_varlen(checkpoint: Path, system: System, cores: Cores) -> Submit:
     # random prompts share nothing
     settings: dict[str, Any] = {"max_running_sequences": _RUNNING, "prefix_cache": False}
-    if system.has_drafts:
-        settings["speculation"] = "ngram"
-    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    settings["speculation"] = system.drafts
+    if system.drafts == "draft_model":
+        settings["draft_model"] = f"../{DRAFT.name}"
+    options: dict[str, Any] = {"temperature": system.temperature, "seed": 0, "ignore_eos": True}
     if not system.is_stored:
         return load_varlen(checkpoint, system.precision, cores, settings, **options)
     with TemporaryDirectory(prefix="varlen-gptq-") as scratch:
@@ -149,29 +156,49 @@ def load_varlen(
     *,
     end: int | None = None,
     **options: Any,
-) -> Submit:
-    """Return a function that starts one request of varlen.
+) -> VarlenRequests:
+    """Return what starts requests of varlen.
 
     Args:
         end: token that is no part of an answer.
         options: fields of GenerationOptions.
     """
     from varlen.in_process.generator import Generator
-    from varlen.request.generation import GenerationOptions
-    from varlen.request.request import GeneratedPart
 
     generator = Generator.from_pretrained(
         checkpoint, device="cpu", dtype=cast("DType", precision), threads=cores.total, **settings
     )
+    return VarlenRequests(generator, options, end)
 
-    def submit(prompt: Ids, count: int, on_tokens: OnTokens) -> Future[Any]:
+
+@dataclass(frozen=True, slots=True)
+class VarlenRequests:
+    """Starts requests of varlen: a `Submit`, and a `Counted`."""
+
+    generator: Generator
+    options: dict[str, Any]
+    end: int | None
+
+    def __call__(self, prompt: Ids, count: int, on_tokens: OnTokens) -> Future[Any]:
+        """Start one request."""
+        from varlen.request.generation import GenerationOptions
+
         def on_part(_: int, part: GeneratedPart) -> None:
             moment, tokens = time.perf_counter(), part.token_ids
-            on_tokens(0, tokens if end is None else [x for x in tokens if x != end], moment)
+            on_tokens(
+                0, tokens if self.end is None else [x for x in tokens if x != self.end], moment
+            )
 
-        return generator.submit(prompt, GenerationOptions(max_tokens=count, **options), on_part)
+        options = GenerationOptions(max_tokens=count, **self.options)
+        return self.generator.submit(prompt, options, on_part)
 
-    return submit
+    def counts(self) -> dict[str, int]:
+        """Return the drafted tokens so far, and those that were chosen."""
+        counts = self.generator.snapshot()
+        return {
+            "drafted_tokens": counts.drafted_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+        }
 
 
 def _load_transformers(checkpoint: Path, cores: Cores) -> Any:

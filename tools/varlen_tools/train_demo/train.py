@@ -51,11 +51,11 @@ def train(training: Training, token_ids: Tensor, report: Report) -> GPT2:
     """Return a model that was trained on `token_ids`, `[tokens]`."""
     draw = torch.Generator().manual_seed(training.seed)
     return fit(
-        GPT2, training, lambda model: _loss(model, _windows(token_ids, training, draw)), report
+        GPT2, training, lambda model: _loss(model, windows_of(token_ids, training, draw)), report
     )
 
 
-def _windows(token_ids: Tensor, training: Training, draw: torch.Generator) -> Tensor:
+def windows_of(token_ids: Tensor, training: Training, draw: torch.Generator) -> Tensor:
     """Return parts of the text, `[samples, positions + 1]`."""
     length = training.shape.positions + 1
     begins = torch.randint(len(token_ids) - length + 1, (training.samples,), generator=draw)
