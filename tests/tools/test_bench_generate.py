@@ -189,7 +189,9 @@ def test_a_pair_is_trained_once_and_prompts_are_of_other_files(tmp_path, monkeyp
     text = "\n".join(["import os, sys", "def one(self): return 1", "x = 2"]) * 40
     monkeypatch.setattr(trained, "library_files", lambda *, held_out: [text])
 
-    target = trained.trained_pair(tmp_path, steps=2)
+    monkeypatch.setattr(trained, "_STEPS", {"target": 2, "draft": 3})
+
+    target = trained.trained_pair(tmp_path)
 
     draft = tmp_path / "draft"
     assert (target, trained.trained_pair(tmp_path)) == (tmp_path / "target",) * 2

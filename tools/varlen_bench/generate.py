@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import typer
 from tokenizers import Tokenizer
@@ -63,6 +63,11 @@ _FIGURES = (
     "tokens_per_second tokens_per_second_p20 tokens_per_second_p80 ttft_p50_ms ttft_p99_ms per_token_p50_ms "
     "per_token_p99_ms gap_p50_ms gap_p99_ms machine_gflops step_ms limit_ms drafted_tokens accepted_tokens"
 ).split()
+# Where the models are trained that have no other folder.
+PAIR = Path(".venv/llama-trained")
+Pair: TypeAlias = Annotated[
+    Path, typer.Option(help=f"Folder of {LLAMA_TRAINED} and its draft model, trained if missing.")
+]
 
 
 class Prompts(str, Enum):
@@ -114,12 +119,7 @@ class GenerateSubject(GeneratingSubject):
             min=0.0, help="Temperature of sampling, of varlen's systems; 0: most likely tokens."
         ),
     ] = 0.0
-    pair: Annotated[
-        Path,
-        typer.Option(
-            help=f"Folder of {LLAMA_TRAINED} and its draft model, or where to train them."
-        ),
-    ] = Path(".venv/llama-trained")
+    pair: Pair = PAIR
 
     def prepare(self) -> None:
         """Choose systems and models."""

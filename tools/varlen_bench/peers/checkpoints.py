@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,39 +230,109 @@ def save_gptq(checkpoint: Path, folder: Path, *, bits: int, group: int) -> dict[
         The floats that the codes stand for, by name.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
-    shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    by_input, most = config["model_type"] == "gpt2", (1 << bits) - 1
-    tensors, floats = load_file(folder / _WEIGHTS), {}
-    ends = ("_attn.weight", "_proj.weight", "_fc.weight")
-    for name in [each for each in tensors if each.endswith(ends)]:
-        stored, layer = tensors.pop(name).float(), name.removesuffix(".weight")
-        by_output = stored.t() if by_input else stored
-        groups = by_output.t().reshape(-1, group, len(by_output))
+    most = (1 << bits) - 1
+    # its writers subtract 1 from each zero point
+    ones = sum(1 << at for at in range(0, 32, bits))
+
+    def parts_of(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.t().reshape(-1, group, len(weight))
         low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
         scale = ((high - low) / most).clamp(min=1e-4).half().float()
         zero = (-low / scale).round().clamp(0, most)
         codes = (groups / scale[:, None] + zero[:, None]).round().clamp(0, most)
         values = ((codes - zero[:, None]) * scale[:, None]).flatten(0, 1)
-        floats[name] = (values if by_input else values.t()).contiguous()
-        # its writers subtract 1 from each zero point
-        ones = sum(1 << at for at in range(0, 32, bits))
-        tensors |= {
-            f"{layer}.qweight": _words(codes.flatten(0, 1), bits),
-            f"{layer}.qzeros": (_words(zero.t(), bits) - ones).t().contiguous(),
-            f"{layer}.scales": scale.half(),
-            f"{layer}.g_idx": (torch.arange(len(values)) // group).int(),
+        parts = {
+            ".qweight": _words(codes.flatten(0, 1), bits),
+            ".qzeros": (_words(zero.t(), bits) - ones).t().contiguous(),
+            ".scales": scale.half(),
+            ".g_idx": (torch.arange(len(values)) // group).int(),
         }
-    save_file(tensors, folder / _WEIGHTS)
-    config["quantization_config"] = {
+        return parts, values.t()
+
+    config = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group,
         "sym": False,
         "desc_act": False,
     }
+    return _save_codes(checkpoint, folder, config, parts_of)
+
+
+# Quantiles of the normal distribution, from -1 to 1. Source: Dettmers et al. 2023, arXiv:2305.14314, appendix E.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+def save_nf4(checkpoint: Path, folder: Path, *, group: int = 64) -> dict[str, Tensor]:
+    """Save a Llama in nf4, as bitsandbytes does without a second quantization.
+
+    Returns:
+        The floats that the codes stand for, by name.
+    """
+    import torch
+
+    entries = torch.tensor(_NF4)
+
+    def parts_of(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        blocks = weight.reshape(-1, group)
+        largest = blocks.abs().amax(1, keepdim=True)
+        codes = ((blocks / largest)[..., None] - entries).abs().argmin(-1)
+        pairs = codes.reshape(-1, 2)
+        state = {
+            "quant_type": "nf4",
+            "blocksize": group,
+            "dtype": "float32",
+            "shape": [*weight.shape],
+        }
+        parts = {
+            ".weight": (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8),
+            ".weight.absmax": largest.flatten(),
+            ".weight.quant_map": entries.clone(),
+            ".weight.quant_state.bitsandbytes__nf4": torch.tensor(
+                [*json.dumps(state).encode()], dtype=torch.uint8
+            ),
+        }
+        return parts, (entries[codes] * largest).view_as(weight)
+
+    config = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    return _save_codes(checkpoint, folder, config, parts_of)
+
+
+def _save_codes(
+    checkpoint: Path,
+    folder: Path,
+    quantization: dict[str, object],
+    parts_of: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]],
+) -> dict[str, Tensor]:
+    """Save a checkpoint whose linear layers are codes; return the floats that these stand for.
+
+    Args:
+        parts_of: returns the tensors of a weight `[out, in]` by the ends of their names, and its floats.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    by_input = config["model_type"] == "gpt2"
+    tensors, floats = load_file(folder / _WEIGHTS), {}
+    ends = ("_attn.weight", "_proj.weight", "_fc.weight")
+    for name in [each for each in tensors if each.endswith(ends)]:
+        stored, layer = tensors.pop(name).float(), name.removesuffix(".weight")
+        parts, values = parts_of(stored.t() if by_input else stored)
+        floats[name] = (values.t() if by_input else values).contiguous()
+        tensors |= {f"{layer}{end}": part.contiguous() for end, part in parts.items()}
+    save_file(tensors, folder / _WEIGHTS)
+    config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
     return floats
 
