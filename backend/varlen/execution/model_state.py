@@ -32,6 +32,7 @@ from varlen.execution.packing import (
     PackedStep,
     bounds_of,
     in_order,
+    joined_rows,
     pack_step,
     part_of_step,
     rows_of_step,
@@ -472,12 +473,18 @@ class DraftModel:
     """A smaller decoder of the same vocabulary, which drafts the tokens that a step verifies.
 
     It runs every token that the model beside it runs, and block j of a sequence is block j of both. So a block that is
-    shared, copied or written again is so in both.
+    shared, copied or written again is so in both. Rows of steps without drafts wait, and run together.
     """
 
-    def __init__(self, decoder: Decoder, vocab_size: int) -> None:
-        """Draft tokens below `vocab_size`, which both models have."""
-        self._decoder, self._last = decoder, vocab_size - 1
+    def __init__(self, decoder: Decoder, vocab_size: int, most_rows: int) -> None:
+        """Draft tokens below `vocab_size`, which both models have.
+
+        Args:
+            most_rows: rows of the decoder's largest step.
+        """
+        self._decoder, self._last, self._most_rows = decoder, vocab_size - 1, most_rows
+        # rows that have not run
+        self._late: list[Arrays] = []
 
     def run(self, step: PackedStep, part: PackedStep) -> Sequence[int]:
         """Run a step, and then each drafted token that another one follows; return these tokens.
@@ -489,6 +496,9 @@ class DraftModel:
         """
         drafts, tokens = step.drafts, part.inputs["token_ids"]
         count = len(drafts)
+        if not count and self._is_late(part):
+            return ()
+        self._catch_up()
         # the keys of rows that are not drafted yet are written again
         logits = self._run(part)
         rows = np.flatnonzero(drafts >= count)
@@ -499,6 +509,21 @@ class DraftModel:
             if not len(rows):
                 return list(tokens[:count])
             logits = self._run_rows(part, drafts[rows])
+
+    def _is_late(self, part: PackedStep) -> bool:
+        """Let a step wait, if it has rows alone."""
+        rows = len(part.inputs["context_lens"])
+        if rows < len(part.inputs["slots"]) or len(part.copies):
+            return False
+        if rows + sum([len(each["slots"]) for each in self._late]) > self._most_rows:
+            self._catch_up()
+        self._late.append(rows_of_step(part.inputs, np.arange(rows)))
+        return True
+
+    def _catch_up(self) -> None:
+        if self._late:
+            self._run(part_of_step(joined_rows(self._late)))
+        self._late = []
 
     def store_last(self, step: PackedStep, part: PackedStep, token_ids: Sequence[int]) -> None:
         """Run drafted tokens that none follows, where they were chosen.

@@ -660,6 +660,16 @@ def rows_of_step(inputs: Arrays, rows: Int32Array) -> Arrays:
     }
 
 
+def joined_rows(steps: Sequence[Arrays]) -> Arrays:
+    """Return the inputs of one step of the rows of several, each as of `rows_of_step`."""
+    names = (*_OF_ROWS, "block_ids")
+    joined = {name: np.concatenate([each[name] for each in steps]) for name in names}
+    tables = np.concatenate([np.diff(each["cu_blocks"]) for each in steps])
+    places = np.arange(len(tables) + 1, dtype=np.int32)
+    bounds = {"cu_seqlens": places, "cu_blocks": bounds_of(tables)}
+    return {**joined, **bounds, "logit_rows": places[:1]}
+
+
 def tokens_of_rows(step: Batch, outputs: Sequence[SampledToken | BeamStep]) -> Int32Array:
     """Return a token for each row of the logits of a step; 0 for beams."""
     token_ids: list[int] = []

@@ -243,7 +243,8 @@ class Runner:
                 limits=EditLimits(0, 0),
                 link=NO_OTHERS,
             )
-            self.state.draft = DraftModel(decoder, min(loaded.vocab_size, draft.vocab_size))
+            vocab_size = min(loaded.vocab_size, draft.vocab_size)
+            self.state.draft = DraftModel(decoder, vocab_size, self.arenas[1].largest["sequences"])
         self.launch_batch, self.arrived = self.state.launch_batch, self.state.arrived
         if isinstance(self.state.steps, CudaSteps):
             self.graph_use = self.state.graph_use

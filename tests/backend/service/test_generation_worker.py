@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from tests.processes import is_gone
 from varlen.config import EngineConfig
 from varlen.decoding.sampling.sampling import EditSlots
 from varlen.errors import ConfigError, EngineError, ModelFaultError
+from varlen.execution.model_state import DraftModel
 from varlen.execution.packing import pack_step
 from varlen.execution.runner import Runner
 from varlen.execution.workers import steps
@@ -317,6 +320,32 @@ def test_a_draft_model_changes_no_answer(decoder, drafts, name, policy):
             assert counts.accepted_tokens > 0.97 * counts.drafted_tokens
         assert answers_of(made, {**KINDS, **more}, max_tokens=48)[1] == expected[1]
         assert made.snapshot().blocks.used == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_draft_model_reads_rows_without_drafts_together(decoder, drafts, policy, monkeypatch):
+    """Drafts come and go, and the keys of the tokens between them are there."""
+    few = {**SETTINGS, "kv_policy": policy, "kv_bytes": 500_000}
+    with Generator(Service.load(GeneratorParts, decoder, EngineConfig(**few), Stats())) as made:
+        expected = answers_of(made, DRAWN, max_tokens=48)[1]
+    numbers, calls = random.Random(0), Counter()
+    monkeypatch.setattr(DraftCost, "step_seconds", lambda *_: float(numbers.random() < 0.1))
+    monkeypatch.setattr(DraftCost, "row_seconds", lambda *_: 0.0)
+    for name in ("run", "_catch_up", "_run"):
+        of_class = getattr(DraftModel, name)
+
+        def counted(*arguments, name=name, of_class=of_class):
+            calls[name] += 1
+            return of_class(*arguments)
+
+        monkeypatch.setattr(DraftModel, name, counted)
+    config = EngineConfig(**few, **drafting(drafts["same"]))
+    with Generator(Service.load(GeneratorParts, decoder, config, Stats())) as made:
+        for _ in range(3):
+            assert answers_of(made, DRAWN, max_tokens=48)[1] == expected
+        counts = made.snapshot()
+    assert counts.accepted_tokens > 0.97 * counts.drafted_tokens > 20
+    assert calls["_catch_up"] < calls["run"] / 2
 
 
 @pytest.mark.full
