@@ -1,6 +1,7 @@
 """Fixtures: a gateway over fake models, called without a port."""
 
 import asyncio
+from dataclasses import fields
 from unittest import mock
 
 import httpx2
@@ -41,7 +42,7 @@ def make_app(calls, gateways):
             with mock.patch.object(Gateway, "of", return_value=fresh):
                 gateways[settings] = create_app(settings), fresh
         made, gateway = gateways[settings]
-        for name in ("models", "metrics", "forms"):
+        for name in {each.name for each in fields(Gateway)} - {"settings"}:
             vars(getattr(gateway, name)).update(vars(getattr(fresh, name)))
         return made
 
