@@ -31,6 +31,7 @@ from varlen_kernels.cpu.native.lanes import (
     maximum,
     multiply_add,
     repeated,
+    row_bytes,
     short_exp,
     splat,
     store,
@@ -204,7 +205,6 @@ def _product_of(vectors: int) -> Any:
                 for place, total in both:
                     builder.store(builder.load(place, align=4), total)
             widths = tuple(declared.args[i].dtype.bitwidth // 8 for i in (3, 5))
-            strides = context.make_array(declared.args[5])(context, builder, of_matrix).strides
             tile = Tile(
                 builder,
                 [address(3, of_row, each, _SIZE(0)) for each in rows],
@@ -212,7 +212,7 @@ def _product_of(vectors: int) -> Any:
                 depth,
                 [[builder.load(each) for each in of_sum] for of_sum in sums],
                 widths=widths,
-                row_bytes=cgutils.unpack_tuple(builder, strides, 2)[0],
+                row_bytes=row_bytes(context, builder, declared.args[5], of_matrix),
                 vector_bytes=builder.mul(apart, _SIZE(widths[1])),
                 unrolled=1,
                 is_fetched=False,
@@ -244,10 +244,8 @@ def _tiles_of(vectors: int) -> Any:
             def address(number: int, array: Any, *place: Any) -> Any:
                 return element_address(context, builder, declared.args[number], array, *place)
 
-            def row_bytes(number: int, array: Any) -> Any:
-                kind = declared.args[number]
-                strides = context.make_array(kind)(context, builder, array).strides
-                return cgutils.unpack_tuple(builder, strides, 2)[0]
+            def distance(number: int, array: Any) -> Any:
+                return row_bytes(context, builder, declared.args[number], array)
 
             width = factors.dtype.bitwidth // 8
             numbers = ROW_BYTES // width
@@ -256,13 +254,13 @@ def _tiles_of(vectors: int) -> Any:
                 width,
                 vectors,
                 rows=address(2, of_row, zero, zero),
-                row_bytes=row_bytes(2, of_row),
+                row_bytes=distance(2, of_row),
                 weights=address(4, of_matrix, first, skipped),
-                weight_bytes=row_bytes(4, of_matrix),
+                weight_bytes=distance(4, of_matrix),
                 vector_bytes=builder.mul(apart, _SIZE(width)),
                 steps=builder.udiv(builder.add(depth, _SIZE(numbers - 1)), _SIZE(numbers)),
                 sums=address(0, to_out, zero, column),
-                sum_bytes=row_bytes(0, to_out),
+                sum_bytes=distance(0, to_out),
                 is_new=new,
             )
             return context.get_dummy_value()

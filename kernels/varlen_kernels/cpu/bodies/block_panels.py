@@ -355,6 +355,8 @@ def _add_in_vectors(
 def _add_in_tiles(x, first, count, block, size, widened, parts, scales, panel, width, x_sums, sums):
     """Add the products of rows with a widened block, by tiles of AMX.
 
+    They have the height of `tiles_of`.
+
     Args:
         x: bf16 as uint16; `count` rows from `first` on.
         parts: `[SUM_ROWS, PANEL_FEATURES]` fp32, overwritten.
@@ -362,7 +364,6 @@ def _add_in_tiles(x, first, count, block, size, widened, parts, scales, panel, w
     """
     steps, column = size * x.itemsize // ROW_BYTES, block * width
     tiles, height = tiles_of(count)
-    configure_tiles(height)
     for tile in range(tiles):
         to = tile * height
         row = min(to, count - height)
@@ -377,7 +378,6 @@ def _add_in_tiles(x, first, count, block, size, widened, parts, scales, panel, w
                     value = multiply_add(splat(x_sums[row + i, block]), offset, value)
                 value = multiply_add(load(parts, to + i, lane), scale, value)
                 store(sums, row + i, lane, value)
-    release_tiles()
 
 
 @inlined_body
@@ -421,6 +421,8 @@ def multiply_blocks(
             address = memory + sum_bytes + 4 * values + x_bytes
             inputs, x_row = matrix_like(x, address, count, hidden), 0
             _copy_in_order(x, first, order, inputs)
+        if is_tiled:
+            configure_tiles(tiles_of(count)[1])
         width = scales.shape[1] // blocks
         if width > PANEL_FEATURES:
             _sum_blocks(inputs, x_row, count, size, x_sums)
@@ -440,5 +442,7 @@ def multiply_blocks(
                 for i in range(count):
                     store_within(out, first + i, column + lane, load(sums, i, lane))
             panel += 1
+    if is_tiled:
+        release_tiles()
     free_memory(memory)
     return 0

@@ -34,6 +34,7 @@ from varlen_kernels.cpu.native.lanes import (
     fetch_to_write,
     load,
     moved,
+    row_bytes,
     splat,
 )
 from varlen_kernels.cpu.native.native import (
@@ -208,10 +209,9 @@ def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
 
             widths = x_type.dtype.bitwidth // 8, weight_type.dtype.bitwidth // 8
             vector_bytes = LANES * widths[1] * (2 if HAS_PAIRS and widths[0] == 2 else 1)
-            row_bytes = ir.Constant(_SIZE, vectors * vector_bytes)
+            weight_bytes = ir.Constant(_SIZE, vectors * vector_bytes)
             if of_columns:
-                strides = context.make_array(weight_type)(context, builder, from_weight).strides
-                row_bytes = cgutils.unpack_tuple(builder, strides, 2)[0]
+                weight_bytes = row_bytes(context, builder, weight_type, from_weight)
             shape = context.make_array(x_type)(context, builder, from_x).shape
             places = [ir.Constant(_SIZE, i) for i in range(rows)]
             tile = Tile(
@@ -221,7 +221,7 @@ def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
                 cgutils.unpack_tuple(builder, shape, 2)[1],
                 [[ir.Constant(_FLOATS, None)] * vectors] * rows,
                 widths=widths,
-                row_bytes=row_bytes,
+                row_bytes=weight_bytes,
                 vector_bytes=ir.Constant(_SIZE, vector_bytes),
             )
             for place, of_row in zip(places, tile.totals, strict=True):
@@ -338,9 +338,8 @@ def multiply_tile(_context, x, _row, _column, panels, _panel, _step, _steps, sum
         def place(number: int, array: Any, first: Any, column: Any) -> Any:
             return element_address(context, builder, declared.args[number], array, first, column)
 
-        def row_bytes(number: int, array: Any) -> Any:
-            strides = context.make_array(declared.args[number])(context, builder, array).strides
-            return cgutils.unpack_tuple(builder, strides, 2)[0]
+        def distance(number: int, array: Any) -> Any:
+            return row_bytes(context, builder, declared.args[number], array)
 
         columns = builder.add(column, builder.mul(step, _SIZE(ROW_BYTES // width)))
         numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
@@ -349,13 +348,13 @@ def multiply_tile(_context, x, _row, _column, panels, _panel, _step, _steps, sum
             width,
             VECTORS,
             rows=place(0, from_x, row, columns),
-            row_bytes=row_bytes(0, from_x),
+            row_bytes=distance(0, from_x),
             weights=place(3, from_panels, panel, numbers),
             weight_bytes=_SIZE(weight_bytes),
             vector_bytes=_SIZE(ROW_BYTES),
             steps=steps,
             sums=place(7, to_sums, to_row, _SIZE(0)),
-            sum_bytes=row_bytes(7, to_sums),
+            sum_bytes=distance(7, to_sums),
             is_new=builder.icmp_unsigned("==", step, _SIZE(0)),
         )
         return context.get_dummy_value()
@@ -402,10 +401,12 @@ def _fills_tiles(x):
 
 @inlined
 def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, kind, sums, out):
-    """Write a panel's features of up to a block of tokens; see `multiply_block`."""
+    """Write a panel's features of up to a block of tokens; see `multiply_block`.
+
+    The tiles have the height of `tiles_of`.
+    """
     count, steps = last - first, x.shape[1] * x.itemsize // ROW_BYTES
     tiles, height = tiles_of(count)
-    configure_tiles(height)
     step, most = 0, resident_steps(steps)
     while step < steps:
         some = min(most, steps - step)
@@ -420,7 +421,6 @@ def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, 
                 new, rows = sums[2 * to - row :], height - (to - row)
                 _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
         step += some
-    release_tiles()
 
 
 @inlined
@@ -436,9 +436,11 @@ def multiply_block(
     """
     begin_panel = layer * ((out.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES)
     if _fills_tiles(x):
+        configure_tiles(tiles_of(last - first)[1])
         for panel in range(first_panel, last_panel):
             place = first, last, panel, x, panels, begin_panel
             _multiply_in_tiles(*place, bias, layer, kind, sums, out)
+        release_tiles()
         return
     count = last - first
     tiles = (count + TILE_ROWS - 1) // TILE_ROWS
@@ -478,12 +480,18 @@ def multiply(
     wide = fp32_matrix(memory + sum_bytes, BLOCK, wide_features)
     unit = first_unit
     if _fills_tiles(x):
-        blocks = (len(x) + BLOCK - 1) // BLOCK
+        blocks, configured = (len(x) + BLOCK - 1) // BLOCK, 0
         while unit < last_unit:
             block, panel = _place_of(unit, len(panels), blocks)
-            place = block * BLOCK, min(block * BLOCK + BLOCK, len(x)), panel, x, panels, 0
+            first, last = block * BLOCK, min(block * BLOCK + BLOCK, len(x))
+            height = tiles_of(last - first)[1]
+            if height != configured:
+                configure_tiles(height)
+                configured = height
+            place = first, last, panel, x, panels, 0
             _multiply_in_tiles(*place, bias, 0, kind, sums, out)
             unit += 1
+        release_tiles()
     while unit < last_unit:
         block, panel = unit // len(panels), unit % len(panels)
         count = min(len(panels) - panel, last_unit - unit)

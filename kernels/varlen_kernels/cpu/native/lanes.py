@@ -34,11 +34,16 @@ def element_address(
         array_type, array: a matrix whose columns are adjacent.
         row, column: numbers of 64 bits.
     """
-    struct = context.make_array(array_type)(context, builder, array)
-    row_bytes = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
+    data = context.make_array(array_type)(context, builder, array).data
     width = ir.Constant(_SIZE, array_type.dtype.bitwidth // 8)
-    offset = builder.add(builder.mul(row, row_bytes), builder.mul(column, width))
-    return moved(builder, struct.data, offset, _BYTE)
+    of_row = builder.mul(row, row_bytes(context, builder, array_type, array))
+    return moved(builder, data, builder.add(of_row, builder.mul(column, width)), _BYTE)
+
+
+def row_bytes(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """Return the distance from a row of a matrix to the next one, in bytes."""
+    strides = context.make_array(array_type)(context, builder, array).strides
+    return cgutils.unpack_tuple(builder, strides, 2)[0]
 
 
 def moved(builder: Any, address: Any, offset: Any, element: Any) -> Any:

@@ -107,7 +107,7 @@ def features_here() -> frozenset[str]:
     return found if _TILES.isdisjoint(found) or _may_use_tiles() else found - _TILES
 
 
-# The system call `arch_prctl`, what it is asked for, and the number of the tile registers' content.
+# The system call `arch_prctl`, its request for a permission, and the number of the tile registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
