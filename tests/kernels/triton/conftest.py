@@ -12,8 +12,10 @@ collect_ignore = [] if INTERPRETED else ["test_fake_cuda.py", "test_fake_steps.p
 
 if INTERPRETED:
     from .bfloat16 import install
+    from .language import patch_once
 
     install()
+    patch_once()
     # a GPU does not warn about overflow or NaN
     np.seterr(all="ignore")
 

@@ -29,10 +29,12 @@ if COUNT in os.environ and _runs_a_model():
 
     from tests.backend.memory.address_space import FakeSpace
     from tests.kernels.triton.fake_cuda import emulated_gpu
+    from tests.kernels.triton.language import patch_once
     from varlen.memory import arena
 
     # a GPU does not warn about overflow or NaN
     np.seterr(all="ignore")
+    patch_once()
     # kept: it lasts as long as the process
     gpus = emulated_gpu(int(os.environ[COUNT]), is_lost=Path(os.environ[LOST]).exists)
     gpus.__enter__()
