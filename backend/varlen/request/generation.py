@@ -91,6 +91,8 @@ _NO_SEARCH = (
     "frequency_penalty",
 )
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# Options that have checks of their own.
+_OWN_CHECKS = ("stop", "grammar", "logit_bias", "bad_words")
 
 
 def logit_bias_field() -> LogitBias:
@@ -307,8 +309,10 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, parameter in OPTIONS.items():
-            if name not in ("stop", "grammar", "logit_bias", "bad_words"):
-                parameter.check(name, getattr(self, name))
+            value = getattr(self, name)
+            # most options of most requests are not given
+            if value is not parameter.default and name not in _OWN_CHECKS:
+                parameter.check(name, value)
         _check_stops(self.stop)
         check_logit_bias(self.logit_bias)
         check_bad_words(self.bad_words)

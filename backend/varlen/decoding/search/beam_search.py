@@ -480,6 +480,21 @@ def can_leave_to_device(options: GenerationOptions, forbidden: ForbiddenTokens) 
     )
 
 
+@lru_cache(maxsize=64)
+def _editor_of(
+    rules: TokenRules,
+    options: GenerationOptions,
+    prompt_ids: tuple[int, ...],
+    vocab_size: int,
+    always: tuple[int, ...],
+) -> TokenEditor:
+    # most searches have the options of one before
+    forbidden = ForbiddenTokens(always)
+    return TokenEditor.of_request(
+        rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
+    )
+
+
 class DeviceSearch:
     """A search whose steps are taken where the logits are, without the host.
 
@@ -498,12 +513,13 @@ class DeviceSearch:
     ) -> None:
         """Start a search; arguments as in `BeamSearch`."""
         self._options = options
-        self._editor = TokenEditor.of_request(
-            rules, options, prompt_ids, vocab_size=vocab_size, forbidden=forbidden
+        # its rules depend on no token of the prompt, only on whether there are several
+        self._editor = _editor_of(
+            rules, options, tuple(prompt_ids[:2]), vocab_size, forbidden.always
         )
         self._end_ids = self._editor.end_ids
-        # of each step: parents of its beams and their tokens, `[beams, 2]`
-        self._steps: list[Int32Array] = []
+        # of each step: parent and token of each beam
+        self._steps: list[list[list[int]]] = []
 
     def rules(self, num_generated: int) -> SearchRules:
         """Return the rules of the step that chooses the token after this number of them."""
@@ -560,10 +576,11 @@ class DeviceSearch:
         count = sum([end[0] != NOT_TAKEN for end in ends])
         # a step that failed was taken again
         del self._steps[num_generated:]
-        # not a view of the beams of all searches of the step
-        self._steps.extend(beams[:count, :, :2].copy())
+        taken = beams[:count, :, :2].tolist()
+        self._steps += taken
         if not count or not ends[count - 1][0]:
-            return BeamStep(tuple(beams[:count, :, 0].ravel().tolist()), (), count=count)
+            parents = [parent for step in taken for parent, _ in step]
+            return BeamStep(tuple(parents), (), count=count)
         rows = range(min(ends[count - 1][1], self._options.n))
         best, of_best = beams[count - 1], scores[count - 1]
         answers = tuple([self._answer(best[i], float(of_best[i])) for i in rows])
@@ -574,6 +591,6 @@ class DeviceSearch:
         reason: FinishReason = "stop" if token in self._end_ids else "length"
         tokens = [token]
         for step in reversed(self._steps[: length - 1]):
-            beam, token = step[beam].tolist()
+            beam, token = step[beam]
             tokens.append(token)
         return BeamAnswer(tuple(reversed(tokens)), score, reason)

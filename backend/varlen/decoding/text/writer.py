@@ -148,11 +148,13 @@ class Detokenizer:
         length = _CONTEXT
         self._window = list(prompt_ids[-length:])
         # a window has to start with a whole character
-        while _REPLACEMENT in self._decode() and length < min(_MAX_WINDOW, len(prompt_ids)):
+        text = self._decode()
+        while _REPLACEMENT in text and length < min(_MAX_WINDOW, len(prompt_ids)):
             length += 1
             self._window = list(prompt_ids[-length:])
+            text = self._decode()
         # characters of the window's text that have come out
-        self._written = len(self._decode())
+        self._written = len(text)
         # length of the window when a character ended; the window may be cut there
         self._boundary = len(self._window)
 

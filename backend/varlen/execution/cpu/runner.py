@@ -415,7 +415,7 @@ class _Launch:
             self._run(part)
 
     def _run(self, part: _Part) -> None:
-        has_ended = np.zeros(len(part.found.ends), np.bool_)
+        has_ended, is_ending = np.zeros(len(part.found.ends), np.bool_), False
         for step in range(len(self.chosen.ends)):
             if step:
                 if not self._goes_on(step):
@@ -433,13 +433,15 @@ class _Launch:
                 self.chosen, part.found, (part.searches, part.beams, part.beams), strict=True
             ):
                 whole[step, place] = own
-            # it runs on in vain
-            self.chosen.ends[step, part.searches][has_ended] = NOT_TAKEN
-            has_ended |= part.found.ends[:, 0] > 0
-            if has_ended.any():
+            if is_ending:
+                # they run on in vain
+                self.chosen.ends[step, part.searches][has_ended] = NOT_TAKEN
+            if part.found.ends[:, 0].any():
+                is_ending = True
+                has_ended |= part.found.ends[:, 0] > 0
                 self.last = min(self.last, max(self.furthest, step + _STEPS_AFTER_END))
-            if has_ended.all():
-                return
+                if has_ended.all():
+                    return
 
     def _goes_on(self, step: int) -> bool:
         """Return whether a part begins a step after its first.
