@@ -85,7 +85,8 @@ class EngineConfig:
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
         " and fp32 on a CPU, where models keep weights of 4 and 8 bits as the checkpoint has them. With int8 on"
-        " a CPU linear layers run in int8, the rest in fp32; int4 needs a CPU and has weights of 4 bits, for models"
+        " a CPU linear layers run in int8, the rest in bf16 where compiled code multiplies it natively, else in fp32;"
+        " int4 needs a CPU and has weights of 4 bits, for models"
         " that generate. On a GPU int8 and fp8 (e4m3) are codes of the weights of linear layers, and the rest runs as"
         " with `auto`. fp16 and fp8 need a GPU.",
         when="Set `int8` for the highest throughput on a CPU and for short steps and half of the memory on a GPU,"

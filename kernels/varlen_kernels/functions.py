@@ -160,7 +160,7 @@ POOL, FIRST_TOKENS = (
 TANH = Function("tanh", "x:matrix limit:real out=matrix", work_of_rows(-1), "stretched_tanh")
 WIDEN = Function("widen", "x:matrix out=fp32", work_of_rows(-1))
 _OF_INT8 = (
-    "x:fp32 panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=fp32 levels:whole"
+    "x:matrix panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=matrix levels:whole"
     " kind:whole"
 )
 MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
@@ -183,32 +183,18 @@ ATTEND_TOKENS, ATTEND_CHUNKS = (
     )
     for name in ("attend_tokens", "attend_chunks")
 )
-ATTEND, ATTEND_ROUNDED = (
-    Function(
-        name,
-        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias key_lengths:ids out={kind}"
-        " num_heads:whole num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
-        _heads_of_sequences(1),
-        "attend",
-    )
-    for name, kind, factors in (
-        ("attend", "matrix", "like_qkv"),
-        ("attend_rounded", "fp32", "halves"),
-    )
+ATTEND = Function(
+    "attend",
+    "qkv:matrix cu_seqlens:ids bias:bias key_lengths:ids out=matrix num_heads:whole"
+    " num_kv_heads:whole scale:real is_causal:flag window:whole soft_cap:real",
+    _heads_of_sequences(1),
 )
-ATTEND_DISTANCES, ATTEND_DISTANCES_ROUNDED = (
-    Function(
-        name,
-        f"qkv:{kind} factors:{factors} cu_seqlens:ids bias:bias distance_rows:ids"
-        f" distance_keys:{kind} distance_queries:{kind} key_lengths:ids out={kind} num_heads:whole"
-        " scale:real is_causal:flag window:whole",
-        _heads_of_sequences(0),
-        "attend_distances",
-    )
-    for name, kind, factors in (
-        ("attend_distances", "matrix", "like_qkv"),
-        ("attend_distances_rounded", "fp32", "halves"),
-    )
+ATTEND_DISTANCES = Function(
+    "attend_distances",
+    "qkv:matrix cu_seqlens:ids bias:bias distance_rows:ids distance_keys:matrix"
+    " distance_queries:matrix key_lengths:ids out=matrix num_heads:whole scale:real is_causal:flag"
+    " window:whole",
+    _heads_of_sequences(0),
 )
 COPY_BLOCKS = Function(
     "copy_blocks",

@@ -82,9 +82,6 @@ KINDS: Mapping[str, Kind] = {
     "address_of_x": Kind("d", "address", of="x"),
     "address_of_out": Kind("d", "address", of="out"),
     "bits_of_logits": Kind("I", "matrix", of="logits"),
-    # only their type counts
-    "like_qkv": Kind("d", "matrix", of="qkv"),
-    "halves": Kind("H", "matrix", of="qkv"),
 }
 
 

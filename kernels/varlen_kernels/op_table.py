@@ -52,7 +52,7 @@ def _panel_product(a: Arguments) -> Results:
 
 
 def _int8_product(a: Arguments) -> Results:
-    return [((a["x"].shape[0], a["layer"].scale.shape[0]), torch.float32)]
+    return [((a["x"].shape[0], a["layer"].scale.shape[0]), a["x"].dtype)]
 
 
 def _gated(a: Arguments) -> Results:
@@ -319,33 +319,20 @@ _ROWS = (
         runs=_are_whole(2),
     ),
     Op(reference.attention_tiles, _tiles, "fused"),
-    *(
-        Op(
-            reference.attention_varlen,
-            _context,
-            forms,
-            plain.of(
-                where=lambda a: a["distances"] is None,
-                num_kv_heads=lambda a: a["num_kv_heads"] or a["num_heads"],
-                is_causal="causal",
-            ),
-            with_distances.of(
-                where=lambda a: a["distances"] is not None,
-                is_causal="causal",
-                **_fields("distances", "rows keys queries", "distance_"),
-            ),
-            name=name,
-        )
-        for name, forms, plain, with_distances in (
-            ("attention_varlen", _BOTH, functions.ATTEND, functions.ATTEND_DISTANCES),
-            # of programs in int8: factors are bf16 where the CPU multiplies it
-            (
-                "attention_rounded",
-                "cpu",
-                functions.ATTEND_ROUNDED,
-                functions.ATTEND_DISTANCES_ROUNDED,
-            ),
-        )
+    Op(
+        reference.attention_varlen,
+        _context,
+        _BOTH,
+        functions.ATTEND.of(
+            where=lambda a: a["distances"] is None,
+            num_kv_heads=lambda a: a["num_kv_heads"] or a["num_heads"],
+            is_causal="causal",
+        ),
+        functions.ATTEND_DISTANCES.of(
+            where=lambda a: a["distances"] is not None,
+            is_causal="causal",
+            **_fields("distances", "rows keys queries", "distance_"),
+        ),
     ),
     Op(reference.paged_tiles, _paged_tiles, "fused"),
     Op(

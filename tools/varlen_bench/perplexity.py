@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -176,7 +176,7 @@ def _ours(folder: Path, texts: Sequence[Tensor], dtype: str) -> list[Tensor]:
     """Return logits of the steps of a generator that keeps codes."""
     import torch
 
-    from varlen.execution.int8.layer_inputs import CALIBRATION_KV, CalibratedDecoder
+    from varlen.execution.int8.layer_inputs import CalibratedDecoder, calibration_kv
     from varlen.execution.programs import record_steps
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.models.loading import load_decoder
@@ -185,8 +185,8 @@ def _ours(folder: Path, texts: Sequence[Tensor], dtype: str) -> list[Tensor]:
     checkpoint, device = Checkpoint.open(folder), torch.device("cpu")
     number = torch.float32 if dtype == "fp32" else torch.bfloat16
     model = load_decoder(checkpoint, number, device, keeps_codes=True)
-    programs = record_steps(model, replace(CALIBRATION_KV, dtype=number))
-    decoder = CalibratedDecoder(programs, checkpoint)
+    programs = record_steps(model, calibration_kv(number))
+    decoder = CalibratedDecoder(lambda _: programs, checkpoint)
     logits: list[Tensor] = []
     for text in texts:
         logits += decoder.run(programs, cpu, decoder.prompts([text.int().numpy()]))

@@ -23,13 +23,14 @@ from varlen.execution.int8.int8_model import (
     check_int8,
 )
 from varlen.execution.int8.layer_inputs import (
-    CALIBRATION_KV,
     CalibratedDecoder,
     CalibratedEncoder,
+    calibration_kv,
 )
 from varlen.execution.programs import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
+from varlen.program.program import Program
 from varlen.tasks import TASKS, Task
 from varlen_client.cli.progress import show_stage, show_stages
 from varlen_tools.model_source import SourceArgument, find_source
@@ -91,14 +92,17 @@ def read_texts(path: Path) -> list[str]:
 
 
 def _load(checkpoint: Checkpoint, task: Task) -> CalibratedModel[Any]:
-    parts = checkpoint, torch.float32, torch.device("cpu")
+    cpu = torch.device("cpu")
     if not TASKS[task].is_iterative:
         checkpoint.check_task("embed")
-        return CalibratedEncoder(load_encoder(*parts), checkpoint)
+        return CalibratedEncoder(lambda dtype: load_encoder(checkpoint, dtype, cpu), checkpoint)
     checkpoint.check_task(task)
     load = load_decoder if task == "generate" else load_encoder_decoder
-    programs = record_steps(load(*parts), CALIBRATION_KV)
-    return CalibratedDecoder(programs, checkpoint)
+
+    def record(dtype: torch.dtype) -> tuple[Program, ...]:
+        return record_steps(load(checkpoint, dtype, cpu), calibration_kv(dtype))
+
+    return CalibratedDecoder(record, checkpoint)
 
 
 def _table(calibration: Calibration) -> Table:

@@ -45,9 +45,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    # of the activations on a CPU; on a GPU they have the dtype of `auto`
-    "int8": torch.float32,
-    "int4": torch.float32,
 }
 # Dtypes of each device.
 _ALLOWED: Mapping[Device, tuple[DType, ...]] = {
@@ -115,19 +112,21 @@ def check_task_device(device: torch.device, task: Task) -> None:
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
-    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 and int4 on a
-    CPU it is fp32, the dtype of all but linear layers, and for int8 and fp8 on a GPU as for `auto`.
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8, int4 and fp8
+    it is the dtype of all but linear layers, as for `auto`; on a CPU compiled code has to multiply bf16.
 
     Raises:
         ConfigError: see `check_dtype`.
     """
     on_cpu = device.type == "cpu"
     check_dtype(name, "cpu" if on_cpu else "cuda")
-    if name != "auto" and (on_cpu or name not in CODED):
+    if name in _DTYPES:
         return _DTYPES[name]
     if not on_cpu:
         native = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if native else torch.float16
+    if name in CODED:
+        return torch.bfloat16 if target_cpu().has("avx512bf16") else torch.float32
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
     return torch.bfloat16 if fast else torch.float32

@@ -31,9 +31,9 @@ from varlen.execution.device import check_task_device, check_task_dtype, choose_
 from varlen.execution.int8.calibration import BITS, Codes, WeightBits, product_of, to_codes
 from varlen.execution.int8.int8_model import to_int8
 from varlen.execution.int8.layer_inputs import (
-    CALIBRATION_KV,
     CalibratedDecoder,
     CalibratedEncoder,
+    calibration_kv,
 )
 from varlen.execution.rank_link import NO_OTHERS, RankLink
 from varlen.models.blocks import inputs
@@ -44,7 +44,7 @@ from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint.vector_layers import RoundLayer, load_layers
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
-from varlen.models.registry import DecoderModel, EncoderDecoderModel
+from varlen.models.registry import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.program.adapters import AdapterTables
 from varlen.program.program import Program, Value, bytes_of
 from varlen.program.rank import Rank
@@ -192,7 +192,7 @@ def _record(
         cores = max(workers, torch.get_num_threads())
         programs = model.to_int8(programs, find_cache(config.cache_folder), bits, cores)
         name = config.dtype
-        fields["int8"] = product_of(bits).kernel
+        fields["int8"] = f"{product_of(bits).kernel} of {dtype}"
     return LoadedPrograms(
         programs,
         model.vocab_size,
@@ -294,17 +294,21 @@ class WholeSequences:
     use = BATCHES
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
-        self._loading = loading
-        self._encoder = load_encoder(
-            loading.checkpoint,
-            loading.dtype,
-            loading.weights_device,
-            loading.rank,
-            stage,
-            keeps_codes=loading.keeps_codes,
-        )
+        self._loading, self._stage = loading, stage
+        self._encoder = self._load(loading.dtype)
         self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size
+
+    def _load(self, dtype: torch.dtype) -> EncoderModel:
+        loading = self._loading
+        return load_encoder(
+            loading.checkpoint,
+            dtype,
+            loading.weights_device,
+            loading.rank,
+            self._stage,
+            keeps_codes=loading.keeps_codes,
+        )
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:
@@ -391,7 +395,10 @@ class WholeSequences:
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        calibrated = CalibratedEncoder(self._encoder, self._loading.checkpoint)
+        def load(dtype: torch.dtype) -> EncoderModel:
+            return self._encoder if dtype == self._loading.dtype else self._load(dtype)
+
+        calibrated = CalibratedEncoder(load, self._loading.checkpoint)
         body, *heads = programs
         return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
 
@@ -403,18 +410,22 @@ class Steps:
     type_vocab_size = 1
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
-        self._loading = loading
+        self._loading, self._stage = loading, stage
         self._has_sources = loading.checkpoint.translate is not None
+        self._model = self._load(loading.dtype)
+        self.vocab_size = self._model.token_table.vocab_size
+
+    def _load(self, dtype: torch.dtype) -> DecoderModel | EncoderDecoderModel:
+        loading = self._loading
         load = load_encoder_decoder if self._has_sources else load_decoder
-        self._model: DecoderModel | EncoderDecoderModel = load(
+        return load(
             loading.checkpoint,
-            loading.dtype,
+            dtype,
             loading.weights_device,
             loading.rank,
-            stage,
+            self._stage,
             keeps_codes=loading.keeps_codes,
         )
-        self.vocab_size = self._model.token_table.vocab_size
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:  # noqa: ARG004
@@ -447,8 +458,11 @@ class Steps:
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        recorded = record_steps(self._model, CALIBRATION_KV)
-        calibrated = CalibratedDecoder(recorded, self._loading.checkpoint)
+        def record(dtype: torch.dtype) -> tuple[Program, ...]:
+            model = self._model if dtype == self._loading.dtype else self._load(dtype)
+            return record_steps(model, calibration_kv(dtype))
+
+        calibrated = CalibratedDecoder(record, self._loading.checkpoint)
         return to_int8(calibrated, programs, cache, bits, cores)
 
 

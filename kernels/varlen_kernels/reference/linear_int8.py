@@ -123,37 +123,42 @@ def quantize_rows(x: Tensor, outliers: Tensor, levels: int) -> Int8Rows:
     """Return the codes of each token.
 
     Args:
-        x: `[tokens, hidden]` fp32.
+        x: `[tokens, hidden]`, computed in fp32.
         outliers: `[OUTLIERS]` int64, columns that get no codes.
         levels: largest code.
     """
+    x = x.float()
     kept = torch.ones(x.shape[1], dtype=torch.bool).index_fill(0, outliers, value=False)
     low, high = (x[:, kept].amin(1, keepdim=True), x[:, kept].amax(1, keepdim=True))
     scale = ((high - low) / levels).clamp_min(SMALLEST_SCALE)
     # the value plus a half is never negative, so it is rounded by truncation
     finite = x.isfinite().all(1, keepdim=True)
-    codes = ((x - low) * (1 / scale) + 0.5).masked_fill(~(kept & finite), 0).to(torch.int32)
+    # float64 holds the product, so the sum is rounded once
+    codes = ((x - low).double() * (1 / scale).double() + 0.5).float()
+    codes = codes.masked_fill(~(kept & finite), 0).to(torch.int32)
     scale = scale.masked_fill(~finite, torch.nan)
     return Int8Rows(codes, scale, torch.cat([low, torch.ones_like(low), x[:, outliers]], 1))
 
 
 def linear_int8(x: Tensor, layer: Int8Weight, *, out: Tensor | None = None) -> Tensor:
-    """Return x @ weight + bias, `[tokens, features]` fp32, of a weight that `quantize_weight` made.
+    """Return x @ weight + bias, `[tokens, features]`, of a weight that `quantize_weight` made.
 
-    The products of codes are summed in integers, without rounding and without saturation.
+    The products of codes are summed in integers, without rounding and without saturation. The rest is in fp32, and
+    results are rounded once.
 
     Args:
-        x: `[tokens, hidden]` fp32.
+        x: `[tokens, hidden]` fp32 or bf16.
     """
     rows = quantize_rows(x, layer.outliers, layer.levels)
     # sums stay below 2**53, so float64 holds them exactly
     sums = (rows.codes.double() @ layer.codes.double()).float()
     result = sums * rows.scale * layer.scale + rows.factors @ layer.fp32_rows
-    return result if out is None else out.copy_(result)
+    return result.to(x.dtype) if out is None else out.copy_(result)
 
 
 def linear_int8_activate(
     x: Tensor, layer: Int8Weight, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
-    """Return the activation of `linear_int8`, see `reference.activate`."""
-    return reference.activate(linear_int8(x, layer), kind=kind, out=out)
+    """Return the activation of `linear_int8` of fp32, see `reference.activate`."""
+    result = reference.activate(linear_int8(x.float(), layer), kind=kind)
+    return result.to(x.dtype) if out is None else out.copy_(result)

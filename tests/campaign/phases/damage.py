@@ -114,8 +114,10 @@ def _calibrated(folder: Path) -> Path | None:
     except ConfigError:
         return None
     checkpoint = Checkpoint.open(_intact(folder, "BertModel"))
-    encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
-    calibrate(CalibratedEncoder(encoder, checkpoint), TEXTS).save(checkpoint.folder)
+    calibrated = CalibratedEncoder(
+        lambda dtype: load_encoder(checkpoint, dtype, torch.device("cpu")), checkpoint
+    )
+    calibrate(calibrated, TEXTS).save(checkpoint.folder)
     return checkpoint.folder
 
 

@@ -18,7 +18,7 @@ _OTHER = "other ops"
 _CLASSES: Mapping[str, str] = {
     "matrix products": "linear linear_packed linear_activate linear_panels linear_panels_activate"
     " linear_int8 linear_int8_panels linear_int8_panels_activate term_weights top_terms",
-    "attention": "attention_varlen attention_rounded attention_padded attention_paged attention_tiles paged_tiles",
+    "attention": "attention_varlen attention_padded attention_paged attention_tiles paged_tiles",
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
     " activate activate_gate silu_gate tanh",
     "KV cache": "append_kv copy_blocks",

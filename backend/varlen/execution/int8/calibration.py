@@ -74,7 +74,7 @@ class QuantizedLayer:
     weight: Int8Weight
 
     def run(self, x: Tensor) -> Tensor:
-        """Return its output, `[tokens, features]` fp32, for `[tokens, hidden]` fp32."""
+        """Return its output, `[tokens, features]`, for `[tokens, hidden]` of the same dtype."""
         result: Tensor = getattr(cpu, self.kernel)(x, self.weight)
         return result
 
@@ -131,15 +131,10 @@ def product_of(bits: WeightBits) -> "Int8Product":
 def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:
     """Return the program with int8 layers, without the weights that they replace.
 
-    Where the CPU's op can also do what follows a layer, it does. Where the CPU multiplies bf16, attention does too, if
-    any layer is in int8.
+    Where the CPU's op can also do what follows a layer, it does.
     """
-    # its layout asks LLVM for the CPU, which a machine with a GPU may lack
-    from varlen_kernels.cpu.bodies.panel_layout import HAS_PAIRS
 
     def replaced(op: Op) -> Op:
-        if HAS_PAIRS and layers and op.kernel == "attention_varlen":
-            return replace(op, kernel="attention_rounded")
         layer = layers.get(layer_key(*op.operands[1:])) if op.kernel == "linear" else None
         if layer is None:
             return op

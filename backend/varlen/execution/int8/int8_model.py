@@ -46,7 +46,7 @@ from varlen_kernels.reference.linear_int8 import WeightCodes
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
-# By the bits of a weight's codes: a layer whose error is larger stays in fp32. Errors of usual layers are between 0.004
+# By the bits of a weight's codes: a layer with a larger error stays as it is. Errors of usual layers are between 0.004
 # and 0.03, and between 0.05 and 0.15 with 4 bits.
 MAX_LAYER_ERROR: Mapping[WeightBits, float] = {8: 0.05, 4: 0.25}
 # A text in two calibrates, the other measures quality, which needs several.
@@ -60,10 +60,11 @@ _RANDOM_TOKENS = (32, 64, 128, 256) * 2
 
 
 class CalibratedModel(Protocol[_Answer]):
-    """A model in fp32 on the CPU, as calibration runs and measures it.
+    """A model on the CPU, as calibration runs and measures it.
 
     Attributes:
-        programs: programs with the layers that may run in int8.
+        programs: programs in fp32 with the layers that may run in int8.
+        served: the same programs in the dtype of what stays beside int8.
         longest: longest text, in tokens; longer ones are cut.
         most_texts: largest batch, in texts.
         seen_tokens, measured_tokens: largest batches that calibrate and that measure quality, in tokens; their
@@ -73,6 +74,7 @@ class CalibratedModel(Protocol[_Answer]):
     name: str
     checkpoint: Checkpoint
     programs: tuple[Program, ...]
+    served: tuple[Program, ...]
     longest: int
     most_texts: int
     seen_tokens: int
@@ -103,10 +105,10 @@ def to_int8(
     bits: WeightBits = 8,
     cores: int = 0,
 ) -> tuple[Program, ...]:
-    """Return programs with the layers of a model in int8; others stay in fp32.
+    """Return programs with the layers of a model in int8; others stay as they are.
 
     Args:
-        model: the model that they were recorded from, in fp32 on the CPU.
+        programs: programs of the model in the dtype of `model.served`, whose linear layers come first.
         cache: folder of measured calibrations; None measures at each load.
         cores: see `calibrate`.
 
@@ -117,7 +119,7 @@ def to_int8(
     check_int8(bits)
     calibration, source = _calibration(model, cache, bits, cores)
     found = dict(zip(linear_weights(model.programs), calibration.layers, strict=True))
-    layers = _quantized(programs, found, bits)
+    layers = _quantized(model.programs, found, bits)
     _log.info(
         "int%d: %d of %d linear layers of the %s, activations from 0 to %d; %s, %s",
         bits,
@@ -129,14 +131,14 @@ def to_int8(
         source,
     )
     if any(op.kernel == "linear_groups" for program in programs for op in program.ops):
-        _log.warning("int%d: the products of experts stay in fp32", bits)
+        _log.warning("int%d: the products of experts are not in int%d", bits, bits)
     if not calibration.quality.is_high:
         _log.warning(
             "int%d changes the answers of this checkpoint: %s; use fp32 or bf16 where that matters",
             bits,
             calibration.quality,
         )
-    return _use_int8(programs, layers)
+    return _use_int8(model, programs, layers)
 
 
 def calibrate(
@@ -203,7 +205,7 @@ def _calibrate(
     found = calibrate_layers(
         model.programs, run_seen, bits, on_progress, batches=len(seen), cores=cores
     )
-    programs = _use_int8(model.programs, _quantized(model.programs, found, bits))
+    programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
     quality = model.compare(answers(programs), expected, held_out)
     return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
 
@@ -282,9 +284,25 @@ def _random_ids(model: CalibratedModel[_Answer]) -> list[Int32Array]:
 
 
 def _use_int8(
-    programs: Sequence[Program], layers: dict[LayerKey, QuantizedLayer]
+    model: CalibratedModel[_Answer],
+    programs: Sequence[Program],
+    layers: Mapping[LayerKey, QuantizedLayer],
 ) -> tuple[Program, ...]:
-    return tuple(use_int8(program, layers) for program in programs)
+    """Return programs with these layers of a model, see `to_int8`.
+
+    Args:
+        layers: layers by their keys in `model.programs`.
+    """
+    # a program may have a head behind the model
+    pairs = zip(
+        linear_weights(model.programs).items(), linear_weights(programs).items(), strict=False
+    )
+    placed = {}
+    for (of_model, (exact, _)), (key, (weight, _)) in pairs:
+        assert exact.shape == weight.shape
+        if of_model in layers:
+            placed[key] = layers[of_model]
+    return tuple(use_int8(program, placed) for program in programs)
 
 
 def _calibration(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from varlen.execution.arenas import KvSize, caches_of, new_caches
 from varlen.execution.cpu.runner import CpuRunner, tensors_of
+from varlen.execution.device import choose_dtype
 from varlen.execution.int8.calibration import (
     LayerCalibration,
     LayerKey,
@@ -115,8 +116,6 @@ _MOST_SEEN_LOGITS = 2**28
 _BLOCK_TOKENS = 16
 _BLOCKS = _LONGEST // _BLOCK_TOKENS
 
-# KV caches that hold the texts of a step.
-CALIBRATION_KV = KvSize(2 * _BLOCKS * _TEXTS_TOGETHER, _BLOCK_TOKENS, 0, torch.float32)
 _OPTIONS = RequestOptions(generation=GenerationOptions())
 
 
@@ -394,18 +393,33 @@ def _choose(goals: Tensor, exact: Tensor, codes: Tensor, feedback: Tensor, large
         goals[after:].addr_(shares[after:], goal)
 
 
+def calibration_kv(dtype: torch.dtype) -> KvSize:
+    """Return the size of KV caches that hold the texts of a step."""
+    return KvSize(2 * _BLOCKS * _TEXTS_TOGETHER, _BLOCK_TOKENS, 0, dtype)
+
+
+def _in_both(
+    record: Callable[[torch.dtype], tuple[Program, ...]],
+) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
+    """Return programs in fp32, and in the dtype of what stays beside int8."""
+    programs, dtype = record(torch.float32), choose_dtype("int8", _CPU)
+    return programs, programs if dtype == torch.float32 else record(dtype)
+
+
 class CalibratedDecoder:
     """A model that generates, with logits of each token; see `CalibratedModel`."""
 
     name: str
 
-    def __init__(self, programs: Sequence[Program], checkpoint: Checkpoint) -> None:
-        """Keep the programs of a model.
+    def __init__(
+        self, record: Callable[[torch.dtype], tuple[Program, ...]], checkpoint: Checkpoint
+    ) -> None:
+        """Record the programs of a model.
 
         Args:
-            programs: programs of `record_steps` in fp32 on the CPU, with `CALIBRATION_KV`.
+            record: returns programs of `record_steps` on the CPU, with `calibration_kv`.
         """
-        self.programs: tuple[Program, ...] = tuple(programs)
+        self.programs, self.served = _in_both(record)
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
@@ -533,18 +547,22 @@ class CalibratedEncoder:
     most_texts = seen_tokens = 8192
     measured_tokens = 2048
 
-    def __init__(self, encoder: EncoderModel, checkpoint: Checkpoint) -> None:
+    def __init__(self, load: Callable[[torch.dtype], EncoderModel], checkpoint: Checkpoint) -> None:
         """Record the encoder.
 
         Args:
-            encoder: encoder in fp32 on the CPU.
+            load: returns the encoder on the CPU.
         """
         self.checkpoint = checkpoint
         self.longest = checkpoint.max_sequence_tokens
-        ops = Recorder()
-        hidden = encoder.record(ops)
-        head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
-        self.programs: tuple[Program, ...] = (ops.finish(head),)
+
+        def record(dtype: torch.dtype) -> tuple[Program, ...]:
+            encoder, ops = load(dtype), Recorder()
+            hidden = encoder.record(ops)
+            head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
+            return (ops.finish(head),)
+
+        self.programs, self.served = _in_both(record)
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         return [Prompt(text) for text in texts]

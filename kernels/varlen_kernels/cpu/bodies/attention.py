@@ -354,7 +354,6 @@ def attend(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    factors,  # any array of the numbers that are multiplied, see `factor_matrix`
     cu_seqlens,  # [sequences + 1]
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     key_lengths,  # [sequences], the keys that each reads, or [0] for all
@@ -370,16 +369,16 @@ def attend(
     An item is one key head of one sequence.
     """
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
-    width = head_width(head_dim, factors)
+    width = head_width(head_dim, qkv)
     longest = 0
     for item in range(first_item, last_item):
         sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False, factors))
+    memory = new_memory(attention_bytes(longest, width, needs_score_bias, False, qkv))
     if memory == 0:
         return 1
-    views = attention_views(memory, longest, width, needs_score_bias, False, factors)
+    views = attention_views(memory, longest, width, needs_score_bias, False, qkv)
     for item in range(first_item, last_item):
         _attend(
             item // num_kv_heads,
@@ -406,7 +405,6 @@ def attend_distances(
     first_item,
     last_item,
     qkv,
-    factors,
     cu_seqlens,
     bias,
     distance_rows,
@@ -425,26 +423,26 @@ def attend_distances(
 
     Args:
         distance_rows, distance_keys, distance_queries: the tables of `make_distances`.
-        first_item, last_item, qkv, factors, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out:
-            see `attend`.
+        first_item, last_item, qkv, cu_seqlens, bias, key_lengths, num_heads, scale, is_causal, window, out: see
+            `attend`.
     """
     tables = distance_rows, distance_keys, distance_queries
     head_dim = qkv.shape[1] // (3 * num_heads)
-    width = head_width(head_dim, factors)
+    width = head_width(head_dim, qkv)
     sequences = len(cu_seqlens) - 1
     longest = 0
     for item in range(first_item, last_item):
         sequence = item % sequences
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     needs_score_bias = is_causal or window > 0 or bias.shape[1] > 0
-    own_bytes = attention_bytes(longest, width, needs_score_bias, True, factors)
-    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK, factors)
+    own_bytes = attention_bytes(longest, width, needs_score_bias, True, qkv)
+    more_bytes = distance_bytes(tables, longest, width, _QUERY_TILE, _KEY_BLOCK, qkv)
     memory = new_memory(own_bytes + more_bytes)
     if memory == 0:
         return 1
-    views = attention_views(memory, longest, width, needs_score_bias, True, factors)
+    views = attention_views(memory, longest, width, needs_score_bias, True, qkv)
     distances = make_distances(
-        memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK, factors
+        memory + own_bytes, tables, longest, width, _QUERY_TILE, _KEY_BLOCK, qkv
     )
     copied_head = -1
     for item in range(first_item, last_item):

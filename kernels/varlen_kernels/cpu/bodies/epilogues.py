@@ -9,7 +9,6 @@ from varlen_kernels.cpu.native.lanes import (
     maximum,
     minimum,
     multiply_add,
-    power_of_two,
     select_greater,
     splat,
     store,
@@ -23,36 +22,32 @@ from varlen_kernels.functions import GELU, GELU_TANH, RELU, SILU
 # 1 + tanh(y) is 2 · sigmoid(2 y), so the result is x · sigmoid(x · (_LINEAR + _CUBIC · x²)).
 _LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)
 _CUBIC = np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
-# Coefficients of a ** 1, a ** 2, ... in a polynomial for log2(erfc(a / sqrt(2))); see `activation._LOG2_ERFC`.
-_E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9 = (
+# Past this size of x, erf(x / sqrt(2)) is 1 or -1.
+_MOST = np.float32(5.4)
+# Coefficients of s ** 0, s ** 1, ... in a polynomial for erf(x / sqrt(2)) / (2 z), with z = x / _MOST and s = 2 z² - 1:
+# the minimax fit, whose value for s = 1 is 0.5 as `gelu_erf` computes it. Coefficients of powers of z would
+# be up to 5000, and their sum would lose digits.
+_E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9, _E10, _E11, _E12, _E13, _E14, _E15 = (
     np.float32(x)
     for x in (
-        -1.1511071920394897,
-        -0.4591888189315796,
-        -0.05255434662103653,
-        0.007137167267501354,
-        -0.00017637618293520063,
-        -0.0001832152483984828,
-        4.464063749765046e-05,
-        -4.765907760884147e-06,
-        2.035560981994422e-07,
+        0.7070118188858032,
+        -0.35277098417282104,
+        0.26190024614334106,
+        -0.2117377668619156,
+        0.1733854115009308,
+        -0.13878658413887024,
+        0.10637859255075455,
+        -0.0766497328877449,
+        0.051189545542001724,
+        -0.033006034791469574,
+        0.02124170772731304,
+        -0.01094056386500597,
+        0.0035554904025048018,
+        -0.002350201830267906,
+        0.0024812589399516582,
+        -0.0009022298618219793,
     )
 )
-_MAX_ERFC_INPUT = np.float32(8)
-# Coefficients of a polynomial for 2 ** x between -0.5 and 0.5: the minimax fit, with a relative error of 7.5e-8.
-_P0, _P1, _P2, _P3, _P4, _P5 = (
-    np.float32(x)
-    for x in (
-        1.0000000716545046,
-        0.6931469670591993,
-        0.24022119724423258,
-        0.055507132825847336,
-        0.009675541311022249,
-        0.0013276469055040472,
-    )
-)
-# Added to a number, it leaves the nearest integer in the last bits.
-_SHIFT = np.float32(3 << 22)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 # Coefficients of x ** 3, x ** 5, ... of tanh(x), which are exact enough below _SMALL: there 1 - exp(-2 x) loses bits.
 _T3, _T5, _T7, _T9 = (np.float32(x) for x in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
@@ -87,26 +82,28 @@ def gelu_tanh(x):
 
 
 @inlined
+def _cubic(s, squares, a, b, c, d):
+    """Return a + b s + c s² + d s³."""
+    high = multiply_add(s, splat(d), splat(c))
+    return multiply_add(squares, high, multiply_add(s, splat(b), splat(a)))
+
+
+@inlined
 def gelu_erf(x):
-    """Return exact GELU: max(x, 0) - 0.5 a erfc(a / sqrt(2)) with a = |x|."""
-    a = minimum(maximum(x, splat(_ZERO) - x), splat(_MAX_ERFC_INPUT))
-    y = multiply_add(a, splat(_E9), splat(_E8))
-    y = multiply_add(a, y, splat(_E7))
-    y = multiply_add(a, y, splat(_E6))
-    y = multiply_add(a, y, splat(_E5))
-    y = multiply_add(a, y, splat(_E4))
-    y = multiply_add(a, y, splat(_E3))
-    y = multiply_add(a, y, splat(_E2))
-    y = a * multiply_add(a, y, splat(_E1))
-    # 2 ** y, which is above 2 ** -60
-    shifted = y + splat(_SHIFT)
-    rest = y - (shifted - splat(_SHIFT))
-    power = multiply_add(rest, splat(_P5), splat(_P4))
-    power = multiply_add(rest, power, splat(_P3))
-    power = multiply_add(rest, power, splat(_P2))
-    power = multiply_add(rest, power, splat(_P1))
-    power = multiply_add(rest, power, splat(_P0))
-    return maximum(splat(_ZERO), x) - splat(_HALF) * a * (power * power_of_two(shifted))
+    """Return exact GELU, with an error of up to 1.7e-7 of x.
+
+    Parts of the polynomial do not wait for each other, which a chain of sums would: Estrin's scheme.
+    """
+    z = minimum(maximum(x * splat(_ONE / _MOST), splat(-_ONE)), splat(_ONE))
+    s = multiply_add(z + z, z, splat(-_ONE))
+    squares = s * s
+    fourths = squares * squares
+    low = _cubic(s, squares, _E0, _E1, _E2, _E3)
+    low = multiply_add(fourths, _cubic(s, squares, _E4, _E5, _E6, _E7), low)
+    high = _cubic(s, squares, _E8, _E9, _E10, _E11)
+    high = multiply_add(fourths, _cubic(s, squares, _E12, _E13, _E14, _E15), high)
+    total = multiply_add(fourths * fourths, high, low)
+    return x * multiply_add(z, total, splat(_HALF))
 
 
 @inlined
@@ -146,6 +143,23 @@ def activated(value, kind):
     if kind == SILU:
         return value * sigmoid(value)
     return maximum(splat(_ZERO), value) if kind == RELU else value
+
+
+@inlined
+def activate_vector(values, rows, lane, kind, out, to_row, column):
+    """Write the activation of 16 features of some rows.
+
+    Args:
+        values: `[rows, features]` fp32.
+        lane, column: the first of the features in `values` and in `out`.
+    """
+    if kind == GELU:
+        # a loop without the other activations has its coefficients in registers
+        for i in range(rows):
+            store_within(out, to_row + i, column, gelu_erf(load(values, i, lane)))
+    else:
+        for i in range(rows):
+            store_within(out, to_row + i, column, activated(load(values, i, lane), kind))
 
 
 @inlined

@@ -24,12 +24,14 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
+from varlen_kernels.cpu.bodies.epilogues import activate_vector, load_within, store_within
 from varlen_kernels.cpu.bodies.int8_layout import DEPTH, TILE_FEATURES, TILE_ROWS, WIDTH
 from varlen_kernels.cpu.bodies.panels import (
     SUM_ROWS,
+    add_to_tile,
+    begin_tile,
+    end_tile,
     fetch_tile,
-    multiply_tile,
     resident_steps,
     tiles_of,
 )
@@ -42,6 +44,7 @@ from varlen_kernels.cpu.native.lanes import (
     minimum,
     moved,
     multiply_add,
+    number_at,
     select_greater,
     smallest_of,
     splat,
@@ -249,20 +252,17 @@ def widen_halves(_context, panels, _panel, widened):
 
 
 @numba.extending.intrinsic
-def store_codes(_context, codes, _row, _column, _value, _lowest):
-    """Write 16 numbers from 0 to 255, rounded down, plus the lowest code, as bytes."""
+def store_codes(_context, codes, _row, _column, _value):
+    """Write 16 numbers from 0 to 255 as bytes, rounded down."""
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        array, row, column, value, lowest = values
+        array, row, column, value = values
         address = element_address(context, builder, declared.args[0], array, row, column)
         numbers = builder.trunc(builder.fptosi(value, _INTS), _BYTES)
-        shift = builder.trunc(_repeat(builder, builder.trunc(lowest, _INT)), _BYTES)
-        place = builder.bitcast(address, _BYTES.as_pointer())
-        builder.store(builder.add(numbers, shift), place, align=1)
+        builder.store(numbers, builder.bitcast(address, _BYTES.as_pointer()), align=1)
         return context.get_dummy_value()
 
-    arguments = (codes, types.int64, types.int64, LANES_TYPE, types.int64)
-    return types.none(*arguments), generate
+    return types.none(codes, types.int64, types.int64, LANES_TYPE), generate
 
 
 _SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
@@ -291,45 +291,78 @@ def keep_columns(outliers, hidden, kept):
 
 
 @inlined
-def quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, to_row):
-    """Write the codes and factors of a token; NaN if it is not finite.
-
-    Codes of outliers, and past the last column, have no meaning.
+def _measure_row(x, token, outliers, kept, levels, factors, to_row):
+    """Write the factors of a token, whose scale is NaN if it is not finite.
 
     Args:
         x: `[tokens, hidden]`.
         kept: see `keep_columns`.
-        lowest: code of the lowest value.
-        codes: bytes, `[rows, columns]`; whole vectors are written.
         factors: `[rows, FACTORS]`.
-        to_row: row of codes and factors.
     """
     hidden = x.shape[1]
+    whole, begin = hidden // LANES * LANES, 0
     zero = splat(_ZERO)
     # zero times a number is zero, unless the number is NaN or infinite
     total = zero
     lows, highs = splat(_LARGEST), splat(-_LARGEST)
-    for column in range(0, hidden, LANES):
-        value, weight = load_within(x, token, column), load(kept, 0, column)
-        total = multiply_add(value, zero, total)
-        lows = minimum(select_greater(weight, zero, value, splat(_LARGEST)), lows)
-        highs = maximum(select_greater(weight, zero, value, splat(-_LARGEST)), highs)
+    for k in range(OUTLIERS + 1):
+        end = outliers[k] // LANES * LANES if k < OUTLIERS else whole
+        last = min(end, whole)
+        # two at a time: the smallest and the largest number so far wait for less
+        while begin + 2 * LANES <= last:
+            first, second = load(x, token, begin), load(x, token, begin + LANES)
+            total = total + multiply_add(second, zero, first * zero)
+            lows = minimum(lows, minimum(first, second))
+            highs = maximum(highs, maximum(first, second))
+            begin += 2 * LANES
+        if begin < last:
+            value = load(x, token, begin)
+            total = multiply_add(value, zero, total)
+            lows, highs = minimum(lows, value), maximum(highs, value)
+        begin = max(begin, end)
+        if end < hidden:
+            # some of its columns get no codes
+            value, weight = load_within(x, token, end), load(kept, 0, end)
+            total = multiply_add(value, zero, total)
+            lows = minimum(lows, select_greater(weight, zero, value, splat(_LARGEST)))
+            highs = maximum(highs, select_greater(weight, zero, value, splat(-_LARGEST)))
+            begin = end + LANES
     low = smallest_of(lows)
-    if sum_of(total) == _ZERO:
-        scale = max((largest_of(highs) - low) / np.float32(levels), _SMALLEST_SCALE)
-        inverse = _ONE / scale
-        for column in range(0, hidden, LANES):
-            value = load_within(x, token, column) - splat(low)
-            # not one multiply_add: codes equal the reference, bit by bit
-            store_codes(codes, to_row, column, value * splat(inverse) + splat(_HALF), lowest)
-    else:
-        scale = _NAN
-        for column in range(0, hidden, LANES):
-            store_codes(codes, to_row, column, zero, 0)
-    factors[to_row, 0] = scale
-    factors[to_row, 1] = low - scale * np.float32(lowest)
+    scale = max((largest_of(highs) - low) / np.float32(levels), _SMALLEST_SCALE)
+    factors[to_row, 0] = scale if sum_of(total) == _ZERO else _NAN
+    factors[to_row, 1] = low
     for k in range(OUTLIERS):
-        factors[to_row, 2 + k] = x[token, outliers[k]]
+        factors[to_row, 2 + k] = number_at(x, token, outliers[k])
+
+
+@inlined
+def _code_row(x, token, factors, row, codes):
+    """Write the codes of a token whose factors are known.
+
+    Codes of outliers, and past the last column, have no meaning; nor have the codes of a token that is not finite.
+
+    Args:
+        codes: bytes, `[rows, columns]`; whole vectors are written.
+    """
+    low, inverse = splat(factors[row, 1]), splat(_ONE / factors[row, 0])
+    whole = x.shape[1] // LANES * LANES
+    for column in range(0, whole, LANES):
+        value = load(x, token, column) - low
+        store_codes(codes, row, column, multiply_add(value, inverse, splat(_HALF)))
+    if whole < x.shape[1]:
+        value = load_within(x, token, whole) - low
+        store_codes(codes, row, whole, multiply_add(value, inverse, splat(_HALF)))
+
+
+@inlined
+def quantize_rows(x, first, count, outliers, kept, levels, factors, codes):
+    """Write the codes and factors of some tokens from `first` on."""
+    # a token is measured before the codes of the last one are written, which then wait for nothing
+    for i in range(count + 1):
+        if i < count:
+            _measure_row(x, first + i, outliers, kept, levels, factors, i)
+        if i > 0:
+            _code_row(x, first + i - 1, factors, i - 1, codes)
 
 
 @inlined
@@ -344,59 +377,56 @@ def _multiply_tile(codes, tile, rows, panels, panel, sums):
 
 
 @inlined
-def _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, out, to_row, to_column):
-    """Write the values of sums, with outliers and bias.
+def _scale_vector(
+    sums, rows, lane, factors, tile, scale, fp32_rows, column, out, to_row, to_column
+):
+    """Write the values of 16 features of a tile, with outliers and bias.
 
     Args:
         sums: `[rows, TILE_FEATURES]` int32.
+        lane: the first of the features in the tile.
         factors: `[tokens, FACTORS]`, the rows of the tile start at row `tile`.
-        first_column: column of the tile in `scale` and `fp32_rows`.
+        column: the first of the features in `scale` and `fp32_rows`.
         out: may be the memory of `sums`.
     """
-    for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):
-        column = first_column + lane
-        scales = load_within(scale, 0, column)
-        weight_sums, bias = load_within(fp32_rows, 0, column), load_within(fp32_rows, 1, column)
-        # one name for each of OUTLIERS
-        first, second = load_within(fp32_rows, 2, column), load_within(fp32_rows, 3, column)
-        third, fourth = load_within(fp32_rows, 4, column), load_within(fp32_rows, 5, column)
-        for i in range(rows):
-            row = tile + i
-            value = multiply_add(splat(factors[row, 1]), weight_sums, bias)
-            value = multiply_add(splat(factors[row, 2]), first, value)
-            value = multiply_add(splat(factors[row, 3]), second, value)
-            value = multiply_add(splat(factors[row, 4]), third, value)
-            value = multiply_add(splat(factors[row, 5]), fourth, value)
-            steps = load(sums, i, lane) * splat(factors[row, 0])
-            value = multiply_add(steps, scales, value)
-            store_within(out, to_row + i, to_column + lane, value)
-
-
-@inlined
-def _activate_tile(values, rows, first_column, kind, out, to_row):
-    """Write the activation of the first rows of a tile."""
+    scales = load_within(scale, 0, column)
+    weight_sums, bias = load_within(fp32_rows, 0, column), load_within(fp32_rows, 1, column)
+    # one name for each of OUTLIERS
+    first, second = load_within(fp32_rows, 2, column), load_within(fp32_rows, 3, column)
+    third, fourth = load_within(fp32_rows, 4, column), load_within(fp32_rows, 5, column)
     for i in range(rows):
-        for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
-            value = load(values, i, column - first_column)
-            store_within(out, to_row + i, column, activated(value, kind))
+        row = tile + i
+        value = multiply_add(splat(number_at(factors, row, 1)), weight_sums, bias)
+        value = multiply_add(splat(number_at(factors, row, 2)), first, value)
+        value = multiply_add(splat(number_at(factors, row, 3)), second, value)
+        value = multiply_add(splat(number_at(factors, row, 4)), third, value)
+        value = multiply_add(splat(number_at(factors, row, 5)), fourth, value)
+        steps = load(sums, i, lane) * splat(number_at(factors, row, 0))
+        value = multiply_add(steps, scales, value)
+        store_within(out, to_row + i, to_column, value)
 
 
 @inlined
-def _write_tile(
-    sums, values, rows, factors, tile, scale, fp32_rows, first_column, kind, out, to_row
+def _write_vectors(
+    sums, values, rows, lanes, factors, tile, scale, fp32_rows, first_column, kind, out, to_row
 ):
-    """Write the results of a tile, given its sums.
+    """Write the results of some features of a tile, given its sums.
 
     Args:
         values: the memory of `sums` as fp32, overwritten.
-        sums, rows, factors, tile, scale, fp32_rows, first_column: see `_scale_tile`.
+        lanes: first and last feature of the tile, in whole vectors.
+        sums, factors, tile, scale, fp32_rows: see `_scale_vector`.
+        first_column: the first feature of the tile.
     """
-    if kind == NO_ACTIVATION:
-        of_tile = sums, rows, factors, tile, scale, fp32_rows, first_column
-        _scale_tile(*of_tile, out, to_row, first_column)
-    else:
-        _scale_tile(sums, rows, factors, tile, scale, fp32_rows, first_column, values, 0, 0)
-        _activate_tile(values, rows, first_column, kind, out, to_row)
+    first, last = lanes
+    for lane in range(first, min(last, scale.shape[1] - first_column), LANES):
+        column = first_column + lane
+        of_vector = sums, rows, lane, factors, tile, scale, fp32_rows, column
+        if kind == NO_ACTIVATION:
+            _scale_vector(*of_vector, out, to_row, column)
+        else:
+            _scale_vector(*of_vector, values, 0, lane)
+            activate_vector(values, rows, lane, kind, out, to_row, column)
 
 
 @inlined
@@ -429,6 +459,8 @@ def _multiply_in_tiles(
     tiles, height = tiles_of(count)
     configure_tiles(height)
     most = resident_steps(steps)
+    # rows and panel of the tile whose sums become results while the next one is multiplied
+    finished, finished_rows, finished_panel = 0, 0, 0
     while panel < panel_end:
         if has_halves(panels):
             widen_halves(panels, panel, widened)
@@ -437,18 +469,29 @@ def _multiply_in_tiles(
             some = min(most, steps - step)
             for tile in range(tiles):
                 row = tile * height
-                rows, column = min(height, count - row), panel * TILE_FEATURES
                 if step + some == steps:
-                    fetch_tile(out, block + row, rows, column, TILE_FEATURES)
-                if has_halves(panels):
-                    multiply_tile(codes, row, 0, widened, 0, step, some, sums, row)
-                else:
-                    multiply_tile(codes, row, 0, panels, panel, step, some, sums, row)
+                    rows = min(height, count - row)
+                    fetch_tile(out, block + row, rows, panel * TILE_FEATURES, TILE_FEATURES)
+                begin_tile(sums, row, step == 0)
+                for i in range(some):
+                    if has_halves(panels):
+                        add_to_tile(codes, row, 0, widened, 0, step + i)
+                    else:
+                        add_to_tile(codes, row, 0, panels, panel, step + i)
+                    lanes = _VECTORS * i // some * LANES, _VECTORS * (i + 1) // some * LANES
+                    of_tile = sums[finished:], values[finished:], finished_rows, lanes, factors
+                    column = finished_panel * TILE_FEATURES
+                    place = finished, scale, fp32_rows, column, kind, out, block + finished
+                    _write_vectors(*of_tile, *place)
+                finished_rows = 0
+                end_tile(sums, row)
                 if step + some == steps:
-                    of_tile = sums[row:], values[row:], rows, factors, row
-                    _write_tile(*of_tile, scale, fp32_rows, column, kind, out, block + row)
+                    finished, finished_rows, finished_panel = row, rows, panel
             step += some
         panel += 1
+    of_tile = sums[finished:], values[finished:], finished_rows, (0, TILE_FEATURES), factors
+    column = finished_panel * TILE_FEATURES
+    _write_vectors(*of_tile, finished, scale, fp32_rows, column, kind, out, block + finished)
     release_tiles()
 
 
@@ -493,8 +536,7 @@ def multiply_codes(
         panel_end = min(len(panels), panel + last_unit - unit)
         unit += panel_end - panel
         count = min(BLOCK, len(x) - block)
-        for i in range(count):
-            quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
+        quantize_rows(x, block, count, outliers, kept, levels, factors, codes)
         # one or two rows take as long as memory needs to give the panels
         if steps > 0 and count > 2:
             of_block = codes, factors, count, steps, panels, panel, panel_end, widened
@@ -505,8 +547,8 @@ def multiply_codes(
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
                 fetch_tile(out, block + tile, rows, column, TILE_FEATURES)
                 _multiply_tile(codes, tile, rows, panels, panel, sums)
-                of_tile = sums, values, rows, factors, tile, scale, fp32_rows, column
-                _write_tile(*of_tile, kind, out, block + tile)
+                of_tile = sums, values, rows, (0, TILE_FEATURES), factors, tile
+                _write_vectors(*of_tile, scale, fp32_rows, column, kind, out, block + tile)
             panel += 1
     free_memory(memory)
     return 0

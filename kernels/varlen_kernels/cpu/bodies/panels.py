@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from varlen_kernels.cpu.bodies.epilogues import activated, load_within, store_within
+from varlen_kernels.cpu.bodies.epilogues import activate_vector, load_within, store_within
 from varlen_kernels.cpu.bodies.panel_layout import (
     HAS_PAIRS,
     PANEL_FEATURES,
@@ -36,6 +36,7 @@ from varlen_kernels.cpu.native.lanes import (
     moved,
     row_bytes,
     splat,
+    store,
 )
 from varlen_kernels.cpu.native.native import (
     aligned,
@@ -51,9 +52,11 @@ from varlen_kernels.cpu.native.tiles import (
     ROW_BYTES,
     ROWS,
     VECTORS,
+    add_product,
+    begin_product,
     configure_tiles,
+    end_product,
     release_tiles,
-    write_product,
 )
 from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 
@@ -295,7 +298,7 @@ def fetch_tile(out, to_row, rows, first, columns):
 
 @inlined
 def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
-    """Write the results of the first rows of a tile."""
+    """Write the results of the first rows of a tile, whose sums may be overwritten."""
     first = panel * PANEL_FEATURES
     for lane in range(0, min(PANEL_FEATURES, out.shape[1] - first), LANES):
         column = first + lane
@@ -307,8 +310,8 @@ def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
                 store_within(out, to_row + i, column, load(sums, i, lane) + added)
         else:
             for i in range(rows):
-                value = activated(load(sums, i, lane) + added, kind)
-                store_within(out, to_row + i, column, value)
+                store(sums, i, lane, load(sums, i, lane) + added)
+            activate_vector(sums, rows, lane, kind, out, to_row, column)
 
 
 # Rows of sums that a block needs.
@@ -319,49 +322,90 @@ _RESIDENT = 8
 _STRIP = 4
 
 
-@numba.extending.intrinsic
-def multiply_tile(_context, x, _row, _column, panels, _panel, _step, _steps, sums, _to_row):
-    """Add the products of some rows with a part of a panel.
+def _address_of_sums(context: Any, builder: Any, declared: Any, values: Any) -> tuple[Any, Any]:
+    """Return the address of some rows of sums, and the distance to the next one."""
+    place = declared.args[0], values[0], values[1], _SIZE(0)
+    distance = row_bytes(context, builder, declared.args[0], values[0])
+    return element_address(context, builder, *place), distance
 
-    Args:
-        x: bf16 as uint16, or codes; the rows begin at `_row` and `_column`.
-        panels: pairs or fours of numbers side by side.
-        _step, _steps: the part, in tiles of a row; the sums begin with the first one.
-        sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes, from `_to_row` on.
+
+@numba.extending.intrinsic
+def begin_tile(_context, sums, _to_row, _is_new):
+    """Have the sums of a tile in registers, see `multiply_tile`.
+
+    They are zeros if the tile is new.
     """
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        from_x, row, column, from_panels, panel, step, steps, to_sums, to_row = values
+        begin_product(
+            builder, VECTORS, *_address_of_sums(context, builder, declared, values), values[2]
+        )
+        return context.get_dummy_value()
+
+    return types.none(sums, types.int64, types.boolean), generate
+
+
+@numba.extending.intrinsic
+def add_to_tile(_context, x, _row, _column, panels, _panel, _step):
+    """Add the products of some rows with a step of a panel.
+
+    `multiply_tile` has the arguments.
+
+    Args:
+        _column: first column of step 0.
+    """
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        from_x, row, column, from_panels, panel, step = values
         width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 3))
         weight_bytes = VECTORS * ROW_BYTES
 
         def place(number: int, array: Any, first: Any, column: Any) -> Any:
             return element_address(context, builder, declared.args[number], array, first, column)
 
-        def distance(number: int, array: Any) -> Any:
-            return row_bytes(context, builder, declared.args[number], array)
-
         columns = builder.add(column, builder.mul(step, _SIZE(ROW_BYTES // width)))
         numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
-        write_product(
+        add_product(
             builder,
             width,
             VECTORS,
             rows=place(0, from_x, row, columns),
-            row_bytes=distance(0, from_x),
+            row_bytes=row_bytes(context, builder, declared.args[0], from_x),
             weights=place(3, from_panels, panel, numbers),
             weight_bytes=_SIZE(weight_bytes),
             vector_bytes=_SIZE(ROW_BYTES),
-            steps=steps,
-            sums=place(7, to_sums, to_row, _SIZE(0)),
-            sum_bytes=distance(7, to_sums),
-            is_new=builder.icmp_unsigned("==", step, _SIZE(0)),
         )
         return context.get_dummy_value()
 
     whole = types.int64
-    arguments = x, whole, whole, panels, whole, whole, whole, sums, whole
-    return types.none(*arguments), generate
+    return types.none(x, whole, whole, panels, whole, whole), generate
+
+
+@numba.extending.intrinsic
+def end_tile(_context, sums, _to_row):
+    """Write the sums in registers, see `multiply_tile`."""
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        end_product(builder, VECTORS, *_address_of_sums(context, builder, declared, values))
+        return context.get_dummy_value()
+
+    return types.none(sums, types.int64), generate
+
+
+@inlined
+def multiply_tile(x, row, column, panels, panel, step, steps, sums, to_row):
+    """Add the products of some rows with a part of a panel.
+
+    Args:
+        x: bf16 as uint16, or codes; the rows begin at `row` and `column`.
+        panels: pairs or fours of numbers side by side.
+        step, steps: the part, in tiles of a row; the sums begin with the first one.
+        sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes, from `to_row` on.
+    """
+    begin_tile(sums, to_row, step == 0)
+    for i in range(step, step + steps):
+        add_to_tile(x, row, column, panels, panel, i)
+    end_tile(sums, to_row)
 
 
 @inlined

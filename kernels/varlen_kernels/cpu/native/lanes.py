@@ -149,20 +149,18 @@ def _load(builder: Any, pointer: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _ints(16)), _FLOATS)
 
 
+def _number_at(builder: Any, pointer: Any) -> Any:
+    number = builder.load(pointer)
+    if number.type == _HALF:
+        number = builder.bitcast(builder.shl(builder.zext(number, _INT), _INT(16)), _FLOAT)
+    return number
+
+
 def _store(builder: Any, pointer: Any, value: Any) -> None:
     if pointer.type.pointee == _FLOAT:
         builder.store(value, builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
         return
-    if _ROUNDS:
-        halves = builder.trunc(builder.lshr(_rounded(builder, value), _ints(16)), _HALVES)
-        builder.store(halves, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
-        return
-    # round to nearest, ties to even
-    bits = builder.bitcast(value, _INTS)
-    is_odd = builder.and_(builder.lshr(bits, _ints(16)), _ints(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _ints(0x7FFF)), is_odd), _ints(16))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    halves = builder.trunc(builder.select(is_nan, _ints(0x7FC0), rounded), _HALVES)
+    halves = builder.trunc(builder.lshr(_rounded(builder, value), _ints(16)), _HALVES)
     builder.store(halves, builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
 
 
@@ -181,8 +179,16 @@ def _store_first(builder: Any, pointer: Any, value: Any, count: Any) -> None:
 def _rounded(builder: Any, value: Any) -> Any:
     """Return the nearest bf16 numbers in the upper half of 32 bits.
 
-    Numbers below the normal ones become 0.
+    Where an instruction rounds, numbers below the normal ones become 0.
     """
+    if not _ROUNDS:
+        # to nearest, ties to even
+        bits = builder.bitcast(value, _INTS)
+        is_odd = builder.and_(builder.lshr(bits, _ints(16)), _ints(1))
+        rounded = builder.add(builder.add(bits, _ints(0x7FFF)), is_odd)
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        both = builder.select(is_nan, _ints(0x7FC00000), rounded)
+        return builder.and_(both, _ints(0xFFFF0000))
     kind = ir.FunctionType(_HALVES, [_FLOATS])
     convert = cgutils.get_or_insert_function(builder.module, kind, _TO_BF16)
     return builder.shl(builder.zext(builder.call(convert, [value]), _INTS), _ints(16))
@@ -307,6 +313,8 @@ store_first = _memory_op(_store_first, types.none, LANES_TYPE, types.int64)
 # of 16 pairs and zeros, or their second numbers.
 store_factors = _memory_op(_store_factors, LANES_TYPE, LANES_TYPE)
 store_paired = _memory_op(_store_paired, types.none, LANES_TYPE, types.boolean)
+# number_at(array, row, column) returns a number in fp32.
+number_at = _memory_op(_number_at, types.float32)
 # fetch(array, row, column) has the cache line of an element read; fetch_to_write, to be written.
 fetch, fetch_to_write = (_memory_op(partial(_fetch, each), types.none) for each in (False, True))
 # splat(number) repeats it in every lane.

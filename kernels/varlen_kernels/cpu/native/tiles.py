@@ -78,6 +78,52 @@ def release_tiles(_context):
     return types.none(), generate
 
 
+def begin_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any, is_new: Any) -> None:
+    """Write the start of a product: tiles of sums are loaded; see `write_product`."""
+    with builder.if_else(is_new) as (then, otherwise):
+        with then:
+            for i in range(vectors):
+                _call(builder, "tilezero", _BYTE(i))
+        with otherwise:
+            for i in range(vectors):
+                _call(builder, "tileloadd64", _BYTE(i), _vector(builder, sums, i), sum_bytes)
+
+
+def add_product(
+    builder: Any,
+    width: int,
+    vectors: int,
+    *,
+    rows: Any,
+    row_bytes: Any,
+    weights: Any,
+    weight_bytes: Any,
+    vector_bytes: Any,
+) -> None:
+    """Write the product of one tile of rows, which is added to the sums.
+
+    `write_product` has the arguments.
+    """
+    if width not in _PRODUCTS:
+        return
+    _call(builder, "tileloadd64", _BYTE(_OF_ROWS), rows, row_bytes)
+    for i in range(vectors):
+        register = _BYTE(_OF_WEIGHTS[i % len(_OF_WEIGHTS)])
+        weight = moved(builder, weights, builder.mul(vector_bytes, _SIZE(i)), _BYTE)
+        _call(builder, "tileloadd64", register, weight, weight_bytes)
+        _call(builder, _PRODUCTS[width], _BYTE(i), _BYTE(_OF_ROWS), register)
+
+
+def end_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any) -> None:
+    """Write the end of a product: tiles of sums are stored; see `write_product`."""
+    for i in range(vectors):
+        _call(builder, "tilestored64", _BYTE(i), _vector(builder, sums, i), sum_bytes)
+
+
+def _vector(builder: Any, sums: Any, i: int) -> Any:
+    return moved(builder, sums, _SIZE(ROW_BYTES * i), _BYTE)
+
+
 def write_product(
     builder: Any,
     width: int,
@@ -108,27 +154,17 @@ def write_product(
     """
     if width not in _PRODUCTS:
         return
-
-    def at(address: Any, offset: Any) -> Any:
-        return moved(builder, address, offset, _BYTE)
-
-    places = [at(sums, _SIZE(ROW_BYTES * i)) for i in range(vectors)]
-    with builder.if_else(is_new) as (then, otherwise):
-        with then:
-            for i in range(vectors):
-                _call(builder, "tilezero", _BYTE(i))
-        with otherwise:
-            for i, place in enumerate(places):
-                _call(builder, "tileloadd64", _BYTE(i), place, sum_bytes)
+    begin_product(builder, vectors, sums, sum_bytes, is_new)
     step_bytes = builder.mul(weight_bytes, _SIZE(ROWS))
     with cgutils.for_range(builder, steps) as loop:
-        row = at(rows, builder.mul(loop.index, _SIZE(ROW_BYTES)))
-        _call(builder, "tileloadd64", _BYTE(_OF_ROWS), row, row_bytes)
-        first = at(weights, builder.mul(loop.index, step_bytes))
-        for i in range(vectors):
-            register = _BYTE(_OF_WEIGHTS[i % len(_OF_WEIGHTS)])
-            weight = at(first, builder.mul(vector_bytes, _SIZE(i)))
-            _call(builder, "tileloadd64", register, weight, weight_bytes)
-            _call(builder, _PRODUCTS[width], _BYTE(i), _BYTE(_OF_ROWS), register)
-    for i, place in enumerate(places):
-        _call(builder, "tilestored64", _BYTE(i), place, sum_bytes)
+        add_product(
+            builder,
+            width,
+            vectors,
+            rows=moved(builder, rows, builder.mul(loop.index, _SIZE(ROW_BYTES)), _BYTE),
+            row_bytes=row_bytes,
+            weights=moved(builder, weights, builder.mul(loop.index, step_bytes), _BYTE),
+            weight_bytes=weight_bytes,
+            vector_bytes=vector_bytes,
+        )
+    end_product(builder, vectors, sums, sum_bytes)

@@ -52,19 +52,6 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(causal, threads, dtyp
     assert_same_bits_alone(partial(cpu.attention_varlen, **options), qkv, LENGTHS)
 
 
-@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("reads", READS.values(), ids=READS)
-def test_attention_of_int8_programs_rounds_to_bf16_at_most(heads, kv_heads, dim, reads):
-    qkv = rand(sum(LENGTHS), (heads + 2 * kv_heads) * dim)
-    options = {"num_heads": heads, "num_kv_heads": kv_heads, "scale": dim**-0.5, **reads}
-
-    actual = cpu.attention_rounded(qkv, bounds_of(LENGTHS), **options)
-
-    assert actual.dtype == torch.float32
-    expected = reference.attention_varlen(qkv, bounds_of(LENGTHS), **options)
-    check(actual.bfloat16(), expected.bfloat16(), torch.bfloat16)
-
-
 @pytest.mark.parametrize("dim", [5, 16, 48, 64], ids=str)
 def test_keys_past_an_odd_last_one_count_nothing(dim):
     # memory of an earlier call may hold anything
