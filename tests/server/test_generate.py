@@ -287,7 +287,9 @@ def test_a_request_chooses_one_of_the_templates_with_names(server_of_all):
             client.generate(messages)
 
 
-@pytest.mark.parametrize("model", ["drafting", pytest.param("two_models", marks=pytest.mark.full)])
+# `make test` drafts in the process of a model, in tests/backend/service/test_generation_worker.py
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["drafting", "two_models"])
 def test_drafts_change_no_answer(server, url, in_process, model):
     load_all(server, [model])
     prompts = [[5, 6, 7] * 6, prompt_of(20)]

@@ -241,7 +241,7 @@ def test_padded_it_serves_more_at_overload_and_answers_much_sooner_below_it():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("execution", ["packed", "padded"])
 @pytest.mark.parametrize("trigger", ["hungry", "lazy"])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_every_request_is_answered_once_and_no_batch_passes_a_limit(
     policy, execution, trigger, workers
 ):

@@ -25,6 +25,8 @@ from varlen.intake.tokenization import Tokenizer as OurTokenizer
 MAX_TOKENS = 6
 SIDES = ("right", "left")
 EXAMPLES = 20
+# Pairs need fewer: their texts are cut like single ones.
+PAIRS = 8
 WORDS = "the cat's river runs to 42 seas, and he said: don't stop at 3.14! the thermal catfish ran".split()
 CORPUS = [" ".join(WORDS[start:]) for start in range(len(WORDS))] * 3
 LLAMA_WORDS = (
@@ -262,7 +264,7 @@ def test_a_long_text_is_cut_or_refused_like_the_whole_text(pair_of_tokenizers, t
     check_tokens(pair_of_tokenizers, text)
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=PAIRS)
 @given(first=TEXTS, second=TEXTS)
 @example(first="the cat", second="the river runs " * 20)
 @example(first="the river runs " * 20, second="the cat")

@@ -100,7 +100,7 @@ def rows_of(*matrices):
     return np.unique(np.concatenate([each.numpy() for each in matrices]), axis=0)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_parts_of_all_ranks_are_the_whole(make_checkpoint, kind, size):
     checkpoint = Checkpoint.open(make_checkpoint(kind, **MODELS[kind]))

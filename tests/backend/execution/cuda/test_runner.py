@@ -41,6 +41,17 @@ def task(request):
     return request.param
 
 
+# For tests that no task concerns; `make test-all` runs them with every one.
+of_one_task = pytest.mark.parametrize(
+    "task",
+    [
+        task if task == "embed" else pytest.param(task, marks=pytest.mark.full)
+        for task in KIND_OF_TASK
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module")
 def folder(task, make_checkpoint):
     return make_checkpoint(KIND_OF_TASK[task])
@@ -104,6 +115,7 @@ def test_masks_get_the_answers_of_the_cpu(make_checkpoint):
         np.testing.assert_allclose(mine[:, 1], theirs[:, 1], rtol=1e-4)
 
 
+@of_one_task
 def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, graphs):
     captured, replayed = graphs.captured, graphs.replayed
     largest = sorted({bucket.tokens for bucket in executor.device.buckets})
@@ -118,6 +130,7 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
     assert graphs.captured == captured
 
 
+@of_one_task
 def test_memory_stays_where_graphs_left_it(executor):
     arena, shape = executor.device.arena, largest_dims(MAX_TOKENS, 40)
     address, offsets = arena.memory.data_ptr(), arena.allocate(shape).offsets
@@ -129,6 +142,7 @@ def test_memory_stays_where_graphs_left_it(executor):
     assert arena.allocate(shape).offsets == offsets
 
 
+@of_one_task
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
     executor.run(prompts([10, 7]), [NORMALIZED] * 2)
 
@@ -138,6 +152,7 @@ def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
     assert arena.use().footprint_bytes == expected
 
 
+@of_one_task
 def test_an_answer_does_not_depend_on_the_batch_before(executor):
     alone = [answer.copy() for answer in executor.run(prompts([5, 2]), [NORMALIZED] * 2)]
 
@@ -154,6 +169,7 @@ def test_an_answer_does_not_depend_on_the_batch_before(executor):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@of_one_task
 def test_an_answer_is_a_copy(executor):
     first = executor.run(prompts([4, 9]), [NORMALIZED] * 2)
     kept = [answer.copy() for answer in first]
@@ -167,6 +183,7 @@ def test_an_answer_is_a_copy(executor):
         np.testing.assert_array_equal(answer, copy)
 
 
+@of_one_task
 def test_loading_logs_the_progress_and_the_cost_of_captures(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
         executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
@@ -181,6 +198,7 @@ def test_loading_logs_the_progress_and_the_cost_of_captures(runner, caplog):
     assert use.seconds > 0.0
 
 
+@of_one_task
 def test_close_releases_the_graphs(runner):
     class Graph:
         alive = 0

@@ -54,7 +54,8 @@ def saved(small_bert, tmp_path):
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+# vectors as long as they are show more; all other tests normalize
+@pytest.mark.parametrize("normalize", [pytest.param(True, marks=pytest.mark.full), False])
 @pytest.mark.parametrize(
     "pooling, dense",
     [

@@ -170,8 +170,7 @@ _REQUEST = st.builds(
 _FAILURES = ["memory", "memory late", "batch", "worker"]
 
 
-@settings(max_examples=1000)
-@given(
+_ANYTHING = given(
     actions=st.lists(
         st.one_of(
             _REQUEST,
@@ -194,7 +193,23 @@ _FAILURES = ["memory", "memory late", "batch", "worker"]
     speculation=st.sampled_from([None, Speculation(1, 1), Speculation(3, 1), Speculation(3, 0)]),
     seed=st.integers(0, 100),
 )
-def test_whatever_happens_answers_are_right_and_blocks_return(actions, pending, seed, **limits):
+
+
+@settings(max_examples=250)
+@_ANYTHING
+def test_whatever_happens_answers_are_right_and_blocks_return(**what):
+    let_happen(**what)
+
+
+@pytest.mark.full
+@settings(max_examples=1000)
+@_ANYTHING
+def test_whatever_else_happens_answers_are_right_and_blocks_return(**what):
+    let_happen(**what)
+
+
+def let_happen(actions, pending, seed, **limits):
+    """Run these actions; fail unless answers are right and all blocks return."""
     bench = Bench(**limits, max_requests=6)
     rng = random.Random(seed)
     bench.executor.is_pending = lambda _: rng.random() < pending
