@@ -32,6 +32,8 @@ def save_adapter(folder: Path, kind: str, name: str, *, seed: int = 0, **config)
             elif "lora_" in parameter:
                 # as large as the weights, so that each adapter changes the answers
                 values.normal_(std=0.2)
+    # its page of prose takes longer than all else
+    model.create_or_update_model_card = lambda _: None
     model.save_pretrained(folder / "adapters" / name)
     return model
 

@@ -1,6 +1,7 @@
 """Setup of all tests: MiniLM folder, GPU skips, cost cache, one core per worker."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ _MINILM = Path(__file__).parents[1] / "model_repository/minilm/1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # torch reads it when it is imported; the processes that tests start inherit it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# transformers starts threads for each load, which take longer than to read a small checkpoint
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 _SERVER_TESTS = "tests/server/"
 # These start their own servers; the other files there share one.
@@ -85,9 +88,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was collected out of the garbage collections in tests: half a second each."""
+    """Keep what was collected out of the garbage collections in tests: half a second each.
+
+    pytest also adds its handlers to each logger that does not propagate, six times a test: torch has forty of them.
+    """
     gc.collect()
     gc.freeze()
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
 
 
 def pytest_unconfigure() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.adapters import WEIGHTS, overwrite, save_adapter, save_scaled_adapters
-from tests.backend.models.oracle import load_oracle
+from tests.backend.models.oracle import assert_greedy, load_oracle
 from tests.checkpoints import save_checkpoint, set_fields
-from tests.closeness import assert_rows_close, encoder_roundings, relative_error
+from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
 from varlen.in_process.generator import Generator
@@ -414,21 +414,6 @@ def test_names_are_bounded(tmp_path):
 
 
 # Decoders and encoder-decoders.
-
-
-@torch.inference_mode()
-def assert_greedy(model, row, tokens, *, roundings):
-    """Fail unless each token is the most likely one, but for rounding."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        start = [model.config.decoder_start_token_id]
-        given = {"input_ids": torch.tensor([row])}
-        logits = model(decoder_input_ids=torch.tensor([start + tokens[:-1]]), **given).logits[0]
-    else:
-        logits = model(input_ids=torch.tensor([row + tokens[:-1]])).logits[0, len(row) - 1 :]
-    assert len(logits) == len(tokens)
-    bound = relative_error(roundings) * logits.abs().amax(1)
-    chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-    assert (logits.amax(1) - chosen <= bound).all()
 
 
 def many_adapters(seed, *, few):

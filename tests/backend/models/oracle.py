@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.closeness import assert_rows_close, encoder_roundings
+from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 from varlen import Encoder
 
 from . import stated
@@ -68,6 +68,21 @@ def translated(model, pairs):
         model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
         for source, target in pairs
     ]
+
+
+@torch.inference_mode()
+def assert_greedy(model, row, tokens, *, roundings):
+    """Fail unless each token is the likeliest after those before it, but for rounding."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        start = [model.config.decoder_start_token_id]
+        given = {"input_ids": torch.tensor([row])}
+        logits = model(decoder_input_ids=torch.tensor([start + tokens[:-1]]), **given).logits[0]
+    else:
+        logits = model(input_ids=torch.tensor([row + tokens[:-1]])).logits[0, len(row) - 1 :]
+    assert len(logits) == len(tokens)
+    bound = relative_error(roundings) * logits.abs().amax(1)
+    chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert (logits.amax(1) - chosen <= bound).all()
 
 
 def assert_hidden_states_match(folder, model, rows):

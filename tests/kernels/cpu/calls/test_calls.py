@@ -1,6 +1,7 @@
 """Each unit of a table of functions runs once, on any number of threads."""
 
 import threading
+from functools import cache
 
 import numba
 import numpy as np
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="functions are co
 UNIT_COUNT = 64
 
 
-@numba.cfunc(types.int64(types.int64, types.int64, types.int64), _nrt=False)
 def add_one(arguments, first, last):
     """Add one and a number of the row before; fail at a negative one."""
     address, row = int64_vector(arguments, 2)[0], int64_vector(arguments, 2)[1]
@@ -36,9 +36,19 @@ def add_one(arguments, first, last):
     return 0
 
 
+@cache
+def compiled_add_one():
+    # here, since collecting tests compiles nothing
+    return numba.cfunc(types.int64(types.int64, types.int64, types.int64), _nrt=False)(add_one)
+
+
 def table_of(numbers, parts):
     table = np.zeros((len(numbers), ARGUMENTS + 2), np.int64)
-    table[:, FUNCTION], table[:, UNITS], table[:, PARTS] = add_one.address, UNIT_COUNT, parts
+    table[:, FUNCTION], table[:, UNITS], table[:, PARTS] = (
+        compiled_add_one().address,
+        UNIT_COUNT,
+        parts,
+    )
     table[:, ARGUMENTS] = numbers.ctypes.data
     table[:, ARGUMENTS + 1] = np.arange(len(numbers))
     return table
