@@ -11,12 +11,19 @@ import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from varlen.errors import VarlenError
+from varlen.execution.device import usable_cores
+from varlen.execution.runner import Runner
+from varlen.execution.workers import process
+from varlen.execution.workers.compiled_work import StoredModel, torch_reason, write_model
+from varlen.tasks import ITERATIVE_TASKS
 from varlen_tools.local_server import LOOPBACK, LocalServer
+from varlen_tools.model_source import find_source
 from varlen_tools.scratch import remove_unused
 
 # Longer than any condition takes on a busy machine. Only a failing test waits this long.
@@ -47,6 +54,29 @@ def add_model(
         for key, value in settings.items()
     ]
     (folder / "config.pbtxt").write_text("\n".join(lines))
+    store_compiled(folder)
+
+
+def store_compiled(model: Path) -> None:
+    """Store a model, compiled by this process, where the server's loads look for it.
+
+    They would import torch to compile it, which takes most of a load; this process has imported it. It leaves out
+    models that are not stored, and those that measure their machine as they load.
+    """
+    with suppress(VarlenError):
+        source = find_source(model, {})
+        config, checkpoint = source.config, source.open_checkpoint()
+        generates = (config.task or checkpoint.task) in ITERATIVE_TASKS
+        measures = config.device != "cpu" or config.warmup_seconds
+        if generates or measures or config.num_processes > 1:
+            return
+        runner = Runner(checkpoint, config, workers=config.threads or usable_cores())
+        runner.compile_products()
+        path = process._stored_path(source.checkpoint, config, generates=False)
+        stored = StoredModel.of({"folder": str(source.checkpoint), "stored": path})
+        if stored is not None and not torch_reason(runner):
+            with os.fdopen(write_model(runner, config.log_level.upper())) as file:
+                stored.write(file.fileno())
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_SECONDS) -> None:

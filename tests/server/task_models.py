@@ -13,6 +13,8 @@ from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_tools.fetch import fetch
 from varlen_tools.model_config import Inputs
 
+from .serving import store_compiled
+
 # Tasks by model name. The pages of docs/ use these names.
 TASK_MODELS: Mapping[str, Task] = {
     "embedder": "embed",
@@ -69,6 +71,8 @@ def fetch_task_model(
 ) -> Path:
     """Fetch a checkpoint with the default inputs, one thread, and no measuring of costs."""
     settings = {"device": "cpu", "threads": "1", "warmup_seconds": "0", "task": task}
-    return fetch(
+    model = fetch(
         str(checkpoint), repository=repository, name=name, settings=settings, inputs=inputs
     )
+    store_compiled(model)
+    return model
