@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -179,7 +179,7 @@ class _LaunchingExecutor:
             seconds = now - max(self._runs_since, launched.at)
             self._expected.popleft()
             self._runs_since = now
-        result = replace(result, seconds=seconds, idle=launched.idle)
+        result.seconds, result.idle = seconds, launched.idle
         launched.completed(launched.batch, result)
 
 

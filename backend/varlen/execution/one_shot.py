@@ -137,7 +137,8 @@ class OneShot:
             found = wait()
             if found is None:
                 return []
-            return [found[place] for place in np.argsort(order).tolist()][:count]
+            by_place = dict(zip(order, found, strict=False))
+            return [by_place[place] for place in range(count)]
 
         return answers
 

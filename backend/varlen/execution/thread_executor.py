@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -182,9 +182,10 @@ class ThreadExecutor:
         while (work := queue.get()) is not None:
             run = work.outputs or partial(_run, runner, work.batch)
             result = result_of(runner.check, work.batch, run)
-            seconds = time.perf_counter() - work.at
+            result.seconds = time.perf_counter() - work.at
             self._end(work)
-            work.completed(work.batch, replace(result, cores=work.cores, seconds=seconds))
+            result.cores = work.cores
+            work.completed(work.batch, result)
             # this frame must not keep a batch alive until the next one comes
             del work, result, run
 

@@ -10,7 +10,7 @@ that are longer than the model's maximum context length" (the mean of windows by
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -111,9 +111,8 @@ class InputLimits:
             while 0 < begin < len(data) - self.max_text_bytes and data[begin] & 0xC0 == 0x80:
                 begin += 1
         end = min(begin + size, len(data))
-        decoder = getincrementaldecoder("utf-8")()
         try:
-            return decoder.decode(data[begin:end], final=end == len(data))
+            return utf_8_decode(data[begin:end], "strict", end == len(data))[0]
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"row {row}: {name} is not UTF-8 at byte {begin + error.start}; send UTF-8"
@@ -134,7 +133,7 @@ class InputLimits:
                     f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
                 )
             parts = text if isinstance(text, tuple) else (text,)
-            sizes.append(sum(self._check_text(row, part, truncate) for part in parts))
+            sizes.append(sum([self._check_text(row, part, truncate) for part in parts]))
         return sizes
 
     def check_text_bytes(self, row: int, size: int) -> None:
@@ -208,9 +207,9 @@ class InputLimits:
 
 
 def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= size:
-        wrong = low if low < 0 else high
+    # numbers below 0 are large without a sign
+    if int(ids.view(f"u{ids.itemsize}").max()) >= size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
         raise RequestError(f"row {row}: {name} holds {wrong}; this model takes 0 to {size - 1}")
 
 

@@ -47,6 +47,8 @@ TOKENIZER_THREADS = 2
 _BYTES_PER_SECOND = 100_000
 # Several short texts that share a step have fewer; a longer one is a long text, or a part of it.
 _SHORT_STEP_BYTES = 1 << 13
+# A lone draft of so few bytes is tokenized at once: waking a thread takes longer.
+_AT_ONCE_BYTES = 256
 # Longest time between two questions whether the client of a waiting draft is still there.
 _CANCEL_CHECK_SECONDS = 0.02
 _FAILED = "the request could not be read; the server's log says why"
@@ -112,12 +114,15 @@ class TokenizerPool:
         threads: int = TOKENIZER_THREADS,
         name: str = "tokenizer",
         work: str = "the text was tokenized",
+        at_once: bool = False,
     ) -> None:
         """Make a pool that is idle; `start` runs it in threads, `step` by hand.
 
         Args:
             work: words for what a deadline came before.
+            at_once: whether `submit` runs a short draft while no other one is here; its steps wait for no process.
         """
+        self._most_at_once = _AT_ONCE_BYTES if at_once else -1
         self._limits = limits
         self._stats = stats
         self._clock = clock
@@ -147,12 +152,12 @@ class TokenizerPool:
             return self._requests, self._bytes
 
     def submit(self, draft: Draft, reply: Reply, accept: Accept, *, arrival: float) -> None:
-        """Enqueue a draft; it is accepted as a request, or its reply fails, later.
+        """Enqueue a draft: it is accepted, or its reply fails, now or later.
 
         Args:
             draft: has at least one step.
             reply: asked whether the client is still there.
-            accept: called once, from a thread of the pool, unless the reply fails.
+            accept: called once, from a thread of the pool or from this one, unless the reply fails.
 
         Raises:
             RequestError, QueueFullError: the texts are too long for the pool, or for what else waits; the caller
@@ -170,8 +175,14 @@ class TokenizerPool:
             self._requests += 1
             self._bytes += draft.num_bytes
             steps, number = deque(draft.steps), next(self._numbers)
-            self._push(_Work(steps, draft.options, reply, accept, arrival, number, draft.num_bytes))
-            self._changed.notify()
+            work = _Work(steps, draft.options, reply, accept, arrival, number, draft.num_bytes)
+            is_lone = self._requests == 1 and len(steps) == 1
+            is_at_once = is_lone and draft.num_bytes <= self._most_at_once
+            if not is_at_once:
+                self._push(work)
+                self._changed.notify()
+        if is_at_once:
+            self._advance(work)
 
     def step(self) -> bool:
         """Run the step that is due first; return whether any waited."""

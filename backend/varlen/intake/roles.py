@@ -16,7 +16,7 @@ from varlen.models.checkpoint.ranking import LateInteraction
 from varlen.models.checkpoint.sentence_transformers import Router
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Int32Array, Prompt, Terms, Vectors
-from varlen.request.row_parameters import InputType, TextPrefix
+from varlen.request.row_parameters import NO_PREFIX, InputType, TextPrefix
 from varlen.tasks import PROMPTED_TASKS, Task
 
 # The mask of most tokenizers, where no file names it.
@@ -126,6 +126,8 @@ class TextRoles:
         Raises:
             RequestError: the model has no such prefix, or the request has two.
         """
+        if prefix == NO_PREFIX:
+            return self.default
         prefix.check()
         if prefix.instruction is not None:
             return self._select_instruction(prefix, prefix.instruction)

@@ -270,7 +270,7 @@ class Request:
     num_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(prompt.num_tokens for prompt in self.prompts))
+        object.__setattr__(self, "num_tokens", sum([prompt.num_tokens for prompt in self.prompts]))
 
     def arrived(self, now: float) -> float:
         """Return when it came, if it is submitted now."""
@@ -430,20 +430,23 @@ class TokenizationTask:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request whose texts are checked, but not tokenized."""
+    """A request whose texts are checked, but not tokenized.
+
+    Attributes:
+        num_bytes: length of the texts in UTF-8; 0 if no work is left.
+    """
 
     steps: tuple[TokenizationTask, ...]
     options: RequestOptions
+    num_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", sum([step.num_bytes for step in self.steps]))
 
     @classmethod
     def of_prompts(cls, prompts: tuple[Prompt, ...], options: RequestOptions) -> "Draft":
         """Return the draft of a request that came with token ids."""
         return cls((TokenizationTask(0, lambda: prompts),), options)
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the texts in UTF-8; 0 if no work is left."""
-        return sum(step.num_bytes for step in self.steps)
 
     def and_then(self, step: TokenizationTask) -> "Draft":
         return replace(self, steps=(*self.steps, step))

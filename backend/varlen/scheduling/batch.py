@@ -313,9 +313,9 @@ class Batch:
         return sequences, lengths, drafted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchResult:
-    """The result of a batch.
+    """The result of a batch, to which its executor adds times and cores.
 
     Attributes:
         outputs: one per sequence of the batch, in its order; of a step, one per sample and per search, chunk by chunk;

@@ -62,6 +62,8 @@ DEFAULT_MAX_ROWS = 64
 _MIN_TIMEOUT_MICROSECONDS = 1000
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
+# Characters of parameters that are read once.
+_SHORT_PARAMETERS = 256
 # Each name that is not ours is compared with all that are.
 _MAX_NAMES = 100
 # A name of ours with so few letters is another one with any other letter: top_k and top_n.
@@ -253,17 +255,14 @@ def read_request(
     Raises:
         RequestError: the request cannot be served; the message says what came and what is allowed.
     """
-    task, width = outputs.task, outputs.width
-    further = {each.task: each.width for each in outputs.further}
-    named = read_parameters(parameters, _names_of(task, tuple(further)))
-    given = RowParameters.read(named, task, width=width, further=further)
-    check_operation(given.operation, [name for name in ROW_PARAMETERS if name in named])
-    deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
+    task, is_short = outputs.task, len(parameters) <= _SHORT_PARAMETERS
+    read = _read_options if is_short else _read_options.__wrapped__
+    given, answer, options = read(parameters, outputs, tuple(requested), timeout_microseconds)
+    deadline = options.deadline_seconds
     if given.operation != "infer":
         written = TokenizerAnswer(outputs.first_of(requested), has_rows=True)
         texts = _only_texts(tensors, given, intake)
         return tokenizer_draft(texts, given, intake, written, given.options(deadline)), written
-    answer = AnswerOptions.of(given, outputs, requested)
     kind = FOUND.get(task)
     if kind is not None:
         if tensors.keys() != {tensor.name for tensor in TASKS[task].inputs}:
@@ -279,14 +278,11 @@ def read_request(
         return Draft(long.steps, checked), replace(answer, long=long)
     if given.aggregation_strategy is not None:
         answer = replace(answer, entities=_entity_reader(tensors, given, intake))
-    checked = given.options(
-        deadline, normalize=answer.vectors.normalize, outputs=answer.tasks(outputs)
-    )
     if task == "token_embed" and "text_pair" in tensors and "text" in tensors:
         # a side is cut as a text of its own
         side = _cut_side(given, intake)
         scored = ScoredPairs.of(_texts(tensors, intake, side), requested, given)
-        return Draft(scored.steps(given, intake), checked), scored
+        return Draft(scored.steps(given, intake), options), scored
     if task == "token_embed" and set(requested) == {SCORES}:
         raise RequestError(
             f"the request names only {SCORES}, of pairs; send the documents as text_pair, or name another output"
@@ -299,13 +295,34 @@ def read_request(
             max_tokens=given.truncate_prompt_tokens,
             prefix=given.prefix,
         )
-        return Draft(steps, checked), answer
+        return Draft(steps, options), answer
     if "input_ids" in tensors:
         given.prefix.check_has_texts()
-        return Draft.of_prompts(_token_rows(tensors, intake), checked), answer
+        return Draft.of_prompts(_token_rows(tensors, intake), options), answer
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
     )
+
+
+@lru_cache(256)
+def _read_options(
+    parameters: str,
+    outputs: ModelOutputs,
+    requested: tuple[str, ...],
+    timeout_microseconds: int,
+) -> tuple[RowParameters, AnswerOptions, RequestOptions]:
+    """Return what a request asks for beside its inputs; clients ask for few different things.
+
+    See `read_request`.
+    """
+    further = {each.task: each.width for each in outputs.further}
+    named = read_parameters(parameters, _names_of(outputs.task, tuple(further)))
+    given = RowParameters.read(named, outputs.task, width=outputs.width, further=further)
+    check_operation(given.operation, [name for name in ROW_PARAMETERS if name in named])
+    deadline = deadline_seconds(given.deadline_ms, timeout_microseconds)
+    answer = AnswerOptions.of(given, outputs, requested)
+    tasks = answer.tasks(outputs)
+    return given, answer, given.options(deadline, normalize=answer.vectors.normalize, outputs=tasks)
 
 
 def read_parameters(

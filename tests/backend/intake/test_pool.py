@@ -105,6 +105,28 @@ def test_a_request_gets_its_prompts_in_order_of_the_rows_and_keeps_its_arrival()
     assert client.request.options == RequestOptions(priority=3)
 
 
+def test_a_short_text_that_comes_alone_is_tokenized_at_once():
+    bench = Bench(at_once=True)
+
+    client, failed = bench.ask("a", 256), bench.ask("b", 1, errors=[(0, RequestError("no"))])
+
+    assert rows_of(client) == [[1]]
+    assert str(failed.error) == "no"
+    assert bench.pool.depth == (0, 0)
+    assert not bench.pool.step()
+
+
+def test_other_texts_wait_for_a_thread():
+    bench = Bench(at_once=True)
+
+    clients = [bench.ask("long", 257), bench.ask("short", 1)]
+    bench.ask("several", 1, 1)
+
+    assert not bench.ran
+    bench.run()
+    assert [client.ends for client in clients] == [["accepted"]] * 2
+
+
 def test_a_short_text_runs_between_the_rows_of_a_large_request():
     bench = Bench()
     bench.ask("large", *[65_536] * 4)

@@ -116,6 +116,10 @@ def test_execute_answers_later_and_returns_none(load, ask):
     assert request.sends == 1
 
 
+# one token, too long to be tokenized in `execute`
+LONG_WORD = "a" * 300
+
+
 def hold_tokenizer(model, monkeypatch):
     """Hold the tokenizer; return events: it has begun, it may go on."""
     tokenizer = model._service.intake.tokenizer
@@ -134,7 +138,7 @@ def test_execute_does_not_wait_for_the_tokenizer(load, ask, monkeypatch):
     model = load()
     begun, go_on = hold_tokenizer(model, monkeypatch)
     with_text, with_ids, bad = (
-        ask(text=text("the cat")),
+        ask(text=text(LONG_WORD)),
         ask(input_ids=ids([2, 5, 3])),
         ask(text=text(b"\xff")),
     )
@@ -145,7 +149,7 @@ def test_execute_does_not_wait_for_the_tokenizer(load, ask, monkeypatch):
     result(with_ids)
     assert failure(bad)[1] == "row 0: text is not UTF-8 at byte 0; send UTF-8"
     assert with_text.sends == 0
-    assert series_of_pool(model) == (1, 7)
+    assert series_of_pool(model) == (1, 300)
     go_on.set()
     result(with_text)
 
@@ -164,7 +168,7 @@ def test_deadlines_and_latency_count_from_execute(load, ask, pb_utils, monkeypat
     engine = model._service.engine
     monkeypatch.setattr(engine, "submit", lambda *given: (seen.append(given), refuse(given[1])))
     before = time.monotonic()
-    request = ask({"deadline_ms": 5e6}, text=text("a"))
+    request = ask({"deadline_ms": 5e6}, text=text(LONG_WORD))
     model.execute([request])
     after = time.monotonic()
     assert begun.wait(SECONDS)
@@ -389,7 +393,7 @@ def test_a_missed_deadline_is_unavailable_and_counted_as_refused(load, ask, pb_u
         raise DeadlineError("too late")
 
     monkeypatch.setattr(model._service.engine, "submit", refuse)
-    request = ask({"deadline_ms": 5e6}, text=text("a"))
+    request = ask({"deadline_ms": 5e6}, text=text(LONG_WORD))
 
     model.execute([request])
 
@@ -412,8 +416,10 @@ def test_a_cache_answers_again_without_the_model(load, ask, pb_utils):
     assert failure(again[1])[0] == pb_utils.TritonError.INTERNAL
 
 
-def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):
+def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils, monkeypatch):
     model = load()
+    # as if it had waited
+    monkeypatch.setattr(sys.modules["varlen.server.replies"], "_CANCEL_CHECK_SECONDS", -1.0)
     running, gone = ask(text=text("a")), ask(text=text("b"))
     go_on = start_and_hold(model, running)
     model.execute([gone])
@@ -717,7 +723,9 @@ def test_a_request_after_the_engine_closed_is_answered(load, ask, pb_utils):
     assert failure(request)[0] == pb_utils.TritonError.INTERNAL
 
 
-def test_requests_are_counted_by_outcome(load, ask, pb_utils):
+def test_requests_are_counted_by_outcome(load, ask, pb_utils, monkeypatch):
+    # as if all had waited
+    monkeypatch.setattr(sys.modules["varlen.server.replies"], "_CANCEL_CHECK_SECONDS", -1.0)
     model = load()
     requests = [ask(text=text("a", "b")), ask(text=text(b"\xff")), ask(text=text("c"))]
     requests[2].cancelled = True

@@ -308,11 +308,15 @@ def test_every_string_of_a_matrix_counts(replies):
     assert replies._num_bytes(labels) == 60 + 4 * 4
 
 
-def test_a_request_that_waits_asks_the_server_itself(start):
+def test_a_request_that_waits_asks_the_server_itself(start, replies, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(replies.time, "monotonic", lambda: now[0])
     request, reply = start()
+    request.cancelled = True
+    # it has just come
     assert not reply.is_cancelled()
 
-    request.cancelled = True
+    now[0] += 0.03
 
     assert reply.is_cancelled()
     reply.fail(RequestCancelled("cancelled"))

@@ -55,6 +55,8 @@ def test_a_model_is_completed_loads_answers_and_ends(
     good, bad, cancelled = ask(text=text("the cat")), ask(text=text(b"\xff")), ask(text=text("a"))
     good.trace_context = CONTEXT
     cancelled.cancelled = True
+    # as if it had waited
+    monkeypatch.setattr(sys.modules["varlen.server.replies"], "_CANCEL_CHECK_SECONDS", -1.0)
 
     model.execute([good, bad, cancelled])
 

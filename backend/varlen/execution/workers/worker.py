@@ -89,13 +89,12 @@ class WorkerConnection:
         """Take a connection to a worker of a model with `num_adapters` adapters."""
         self._hung_after, self.adapters = hung_after, AdapterUse(num_adapters)
         self._take(connection, pid)
-        self._use = MemoryUse()
-        # totals of the workers before it
-        self._earlier = MemoryUse()
+        # totals of the workers before it, and what it said last
+        self._uses = MemoryUse(), MemoryUse()
 
     def replace(self, connection: Connection, pid: int) -> None:
         """Connect to the worker that replaces one that has ended; totals go on."""
-        self._earlier = self._use
+        self._uses = self.use(), MemoryUse()
         self.adapters.forget()
         self._connection.close()
         self._take(connection, pid)
@@ -138,7 +137,8 @@ class WorkerConnection:
         try:
             limit = self._hung_after
             longest = max(limit.seconds, limit.factor * seconds)
-            if not self._connection.poll(longest):
+            # its reads wait for as long as most work may take
+            if longest > limit.seconds and not self._connection.poll(longest):
                 reason = self._end_hung(longest)
             answers = receive_answers(self._connection)
         except BlockingIOError:
@@ -153,7 +153,7 @@ class WorkerConnection:
             # an answer that was not read would be taken for the answer of the next batch
             self._connection.close()
             raise
-        self._count(answers.use)
+        self._uses = self._uses[0], answers.use
         if answers.swaps:
             self.adapters.record(answers.swaps)
         if answers.problem == "memory":
@@ -168,7 +168,13 @@ class WorkerConnection:
 
     def use(self) -> MemoryUse:
         """Return the memory use after the last work. From any thread."""
-        return self._use
+        before, use = self._uses
+        return replace(
+            use,
+            plan_seconds=before.plan_seconds + use.plan_seconds,
+            plan_hits=before.plan_hits + use.plan_hits,
+            plan_misses=before.plan_misses + use.plan_misses,
+        )
 
     def close(self) -> None:
         self._connection.close()
@@ -186,15 +192,6 @@ class WorkerConnection:
         _log.error("%s; it is ended", reason)
         os.kill(self.pid, signal.SIGKILL)
         return reason
-
-    def _count(self, use: MemoryUse) -> None:
-        before = self._earlier
-        self._use = replace(
-            use,
-            plan_seconds=before.plan_seconds + use.plan_seconds,
-            plan_hits=before.plan_hits + use.plan_hits,
-            plan_misses=before.plan_misses + use.plan_misses,
-        )
 
 
 @dataclass(slots=True, eq=False)

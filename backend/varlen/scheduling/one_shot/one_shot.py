@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 from typing import cast
 
@@ -110,7 +109,8 @@ class OneShotScheduler:
             sequence.status = "running"
         left = _work_of(batch.sequences, requests=self._queue.remove(batch.sequences))
         if not self._queue and self._admission.is_idle:
-            batch = replace(batch, seconds=batch.seconds * self._forecaster.alone(batch.shape))
+            seconds = batch.seconds * self._forecaster.alone(batch.shape)
+            batch = Batch(batch.sequences, batch.shape, seconds, batch.reason)
         self._admission.mark_running(batch, until=now + batch.seconds, left=left)
         return batch
 
@@ -198,10 +198,9 @@ def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
 
 
 def _work_of(sequences: Sequence[SequenceState], *, requests: int) -> Work:
-    tokens = sum(sequence.num_tokens for sequence in sequences)
-    return Work(
-        requests, tokens, sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
-    )
+    tokens = sum([sequence.num_tokens for sequence in sequences])
+    seconds = sum([each.num_tokens * each.request.seconds_per_token for each in sequences])
+    return Work(requests, tokens, seconds)
 
 
 class Forecaster:
@@ -223,8 +222,10 @@ class Forecaster:
     def forecast(self, lengths: Sequence[int]) -> Forecast:
         """Return the expected time of sequences of these lengths, in slow moments of the machine."""
         limits, seconds = self._limits, dict[int, float]()
-        parts = 0.0
-        for length, rows in Counter(lengths).items():
+        parts, counts = 0.0, dict[int, int]()
+        for length in lengths:
+            counts[length] = counts.get(length, 0) + 1
+        for length, rows in counts.items():
             # full batches of sequences of one length
             count = max(1, min(limits.max_tokens // length, limits.max_sequences))
             tokens = count * length

@@ -184,4 +184,4 @@ class RequestQueue:
 
 
 def _tokens_of(sequences: Iterable[SequenceState]) -> int:
-    return sum(sequence.num_tokens for sequence in sequences)
+    return sum([sequence.num_tokens for sequence in sequences])

@@ -363,7 +363,9 @@ def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, resta
 
 def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts):
     expected = run(worker, *batch(3))
-    worker._worker._hung_after = HungAfter(seconds=2.0)
+    connection = worker._worker
+    connection._hung_after = HungAfter(seconds=2.0)
+    connection._take(connection._connection, worker.pid)
     os.kill(worker.pid, signal.SIGSTOP)
 
     np.testing.assert_array_equal(run(worker, *batch(3)), expected)
