@@ -29,7 +29,6 @@ from varlen.request.request import (
 )
 from varlen.request.row_parameters import NO_PREFIX, RowParameters, TextPrefix, TruncationSide
 
-_ALL_POOLED = Unpooled(count=0)
 _WINDOWS_ONLY = LongTextRules()
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -100,11 +99,6 @@ class Intake:
         self._pair_prefixes = pair_prefixes
         self.adapters = dict(adapters)
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
-
-    @property
-    def has_template(self) -> bool:
-        """Whether a step may wait for the process that fills in templates."""
-        return self._chat_template is not None or self._pair_template is not None
 
     def texts(
         self,
@@ -363,7 +357,7 @@ class Intake:
                 f"row {row}: text has no tokens, and the tokenizer adds none; send at least one character that it reads"
             )
         self.limits.check_ids(row, "text", text.token_ids, text.type_ids)
-        unpooled = Unpooled(count=min(num_unpooled, tokens)) if num_unpooled else _ALL_POOLED
+        unpooled = Unpooled(count=min(num_unpooled, tokens))
         return self._placed(row, Prompt(text.token_ids, text.type_ids, unpooled), role)
 
     def _token_prompt(

@@ -207,9 +207,9 @@ class InputLimits:
 
 
 def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:
-    # numbers below 0 are large without a sign
-    if int(ids.view(f"u{ids.itemsize}").max()) >= size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
         raise RequestError(f"row {row}: {name} holds {wrong}; this model takes 0 to {size - 1}")
 
 

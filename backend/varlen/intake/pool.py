@@ -47,7 +47,7 @@ TOKENIZER_THREADS = 2
 _BYTES_PER_SECOND = 100_000
 # Several short texts that share a step have fewer; a longer one is a long text, or a part of it.
 _SHORT_STEP_BYTES = 1 << 13
-# A lone draft of so few bytes is tokenized at once: waking a thread takes longer.
+# Waking a thread takes longer than tokenizing so few bytes.
 _AT_ONCE_BYTES = 256
 # Longest time between two questions whether the client of a waiting draft is still there.
 _CANCEL_CHECK_SECONDS = 0.02
@@ -120,7 +120,7 @@ class TokenizerPool:
 
         Args:
             work: words for what a deadline came before.
-            at_once: whether `submit` runs a short draft while no other one is here; its steps wait for no process.
+            at_once: whether `submit` runs a short lone draft.
         """
         self._most_at_once = _AT_ONCE_BYTES if at_once else -1
         self._limits = limits

@@ -430,11 +430,7 @@ class TokenizationTask:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request whose texts are checked, but not tokenized.
-
-    Attributes:
-        num_bytes: length of the texts in UTF-8; 0 if no work is left.
-    """
+    """A request whose texts are checked, but not tokenized; `num_bytes` as of its steps."""
 
     steps: tuple[TokenizationTask, ...]
     options: RequestOptions

@@ -188,7 +188,8 @@ class TritonPythonModel:
             config.max_queued_text_bytes,
             waiting_elsewhere=lambda: self._service.waiting_requests,
         )
-        at_once = not self._service.intake.has_template
+        # a process fills in templates
+        at_once = not self._service.checkpoint.chat_templates
         self._pool = TokenizerPool(limits, self._stats, at_once=at_once)
         self._pool.start()
         self._tracer = RequestTracer(args["model_name"], args["model_version"])

@@ -146,8 +146,8 @@ class ServerReply:
     def is_cancelled(self) -> bool:
         """Return whether the client has gone away, or can no longer be answered.
 
-        The server is not asked for a request that has just come. Once parts of the answer come, the sender threads ask
-        it, so the engine does not wait for it.
+        The server is not asked for a new request. Once parts of the answer come, the sender threads ask it, so the
+        engine does not.
         """
         if not self._times and time.monotonic() - self._last_check > _CANCEL_CHECK_SECONDS:
             self._check_cancellation()

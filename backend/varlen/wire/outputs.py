@@ -211,10 +211,22 @@ class ArrayAnswer:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
+        rows, width = len(self.num_tokens), self.outputs.width
+        vectors = rows if self.options.long is None else self.options.long.num_vectors
         if self.outputs.facts.finds_rows:
             # the others depend on what the model finds, and are checked before they are sent
-            return 4 * len(self.num_tokens) if LENGTHS in self._names else 0
-        return sum([self._num_bytes_of(name) for name in self._names])
+            return 4 * rows if LENGTHS in self._names else 0
+        longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
+        numbers = 4 * rows * longest * width
+        sizes = {
+            "sentence_embedding": vectors * self.options.vectors.num_bytes(width),
+            "num_vectors": 4 * rows,
+            "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
+            "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
+            "num_tokens": 4 * rows,
+            "entities": self._num_entity_bytes(),
+        }
+        return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         rows = rows_in_order(outputs)
@@ -244,23 +256,6 @@ class ArrayAnswer:
             case "num_tokens" | "num_vectors":
                 return column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
-
-    def _num_bytes_of(self, name: str) -> int:
-        rows, width = len(self.num_tokens), self.outputs.width
-        longest = max(self.num_vectors) if self.outputs.facts.has_token_rows else 1
-        match name:
-            case "sentence_embedding":
-                vectors = rows if self.options.long is None else self.options.long.num_vectors
-                return vectors * self.options.vectors.num_bytes(width)
-            case "num_vectors" | "num_tokens":
-                return 4 * rows
-            case "labels":
-                return rows * sum(4 + len(label.encode()) for label in self.outputs.labels.names)
-            case "tokens":
-                return 4 * rows * longest + sum(len(text) for row in self.tokens for text in row)
-            case "entities":
-                return self._num_entity_bytes()
-        return 4 * rows * longest * width
 
     def _texts(self, name: str, main: Float32Array) -> npt.NDArray[np.object_]:
         if name == "entities":
@@ -321,7 +316,6 @@ class ArrayAnswer:
         if self.options.long is not None:
             return self.options.long.vectors(rows)
         if not self.outputs.facts.has_token_rows:
-            # the function that stacks arrays calls ten others
             return np.array(rows)
         longest = max(len(row) for row in rows)
         filled = np.zeros((len(rows), longest, rows[0].shape[1]), dtype=np.float32)

@@ -62,7 +62,6 @@ DEFAULT_MAX_ROWS = 64
 _MIN_TIMEOUT_MICROSECONDS = 1000
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
-# Characters of parameters that are read once.
 _SHORT_PARAMETERS = 256
 # Each name that is not ours is compared with all that are.
 _MAX_NAMES = 100
@@ -311,10 +310,7 @@ def _read_options(
     requested: tuple[str, ...],
     timeout_microseconds: int,
 ) -> tuple[RowParameters, AnswerOptions, RequestOptions]:
-    """Return what a request asks for beside its inputs; clients ask for few different things.
-
-    See `read_request`.
-    """
+    """Return what a request asks for beside its inputs; clients ask for few different things."""
     further = {each.task: each.width for each in outputs.further}
     named = read_parameters(parameters, _names_of(outputs.task, tuple(further)))
     given = RowParameters.read(named, outputs.task, width=outputs.width, further=further)

@@ -40,7 +40,7 @@ MAX_DESCRIPTORS = 5
 # Bytes of the length of the JSON; every array begins at a multiple of it.
 _ALIGNMENT = 8
 _PADDING = [b" " * count for count in range(_ALIGNMENT)]
-# Arrays, and bytes of the JSON, of messages whose headers are kept.
+# Most arrays, and bytes of JSON, of headers that are kept.
 _FEW_ARRAYS, _SHORT_HEADER = 4, 256
 # Data types by the character that a message has for them.
 _DTYPES = {
@@ -76,11 +76,7 @@ def receive_control(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def message_of(values: object, arrays: Iterable[Array]) -> bytes:
-    """Return a message of values that JSON has, and of arrays.
-
-    Args:
-        values: hashable, if there are few arrays.
-    """
+    """Return a message of values that JSON has, hashable ones, and of arrays."""
     forms, shapes, parts = "", [], []
     for array in arrays:
         forms += array.dtype.char
@@ -97,7 +93,7 @@ def _header(values: object, forms: str, shapes: tuple[tuple[int, ...], ...]) -> 
     return b"".join((size, header, _PADDING[-len(header) % _ALIGNMENT]))
 
 
-# A request that comes alone is like those before it. After a pause, JSON takes 0.1 ms to load the caches of the core.
+# Lone requests are alike; with cold caches JSON takes 0.1 ms.
 _header_of_few, _read_short = lru_cache(256)(_header), lru_cache(256)(json.loads)
 
 

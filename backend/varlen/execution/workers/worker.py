@@ -137,7 +137,7 @@ class WorkerConnection:
         try:
             limit = self._hung_after
             longest = max(limit.seconds, limit.factor * seconds)
-            # its reads wait for as long as most work may take
+            # reads wait for the limit's seconds
             if longest > limit.seconds and not self._connection.poll(longest):
                 reason = self._end_hung(longest)
             answers = receive_answers(self._connection)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import compress
 from typing import cast
@@ -222,10 +222,8 @@ class Forecaster:
     def forecast(self, lengths: Sequence[int]) -> Forecast:
         """Return the expected time of sequences of these lengths, in slow moments of the machine."""
         limits, seconds = self._limits, dict[int, float]()
-        parts, counts = 0.0, dict[int, int]()
-        for length in lengths:
-            counts[length] = counts.get(length, 0) + 1
-        for length, rows in counts.items():
+        parts = 0.0
+        for length, rows in Counter(lengths).items():
             # full batches of sequences of one length
             count = max(1, min(limits.max_tokens // length, limits.max_sequences))
             tokens = count * length
