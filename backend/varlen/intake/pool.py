@@ -120,7 +120,7 @@ class TokenizerPool:
 
         Args:
             work: words for what a deadline came before.
-            at_once: whether `submit` runs a short lone draft.
+            at_once: whether `submit` runs a short lone draft, whose steps then wait for no process.
         """
         self._most_at_once = _AT_ONCE_BYTES if at_once else -1
         self._limits = limits

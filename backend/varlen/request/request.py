@@ -430,7 +430,11 @@ class TokenizationTask:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request whose texts are checked, but not tokenized; `num_bytes` as of its steps."""
+    """A request whose texts are checked, but not tokenized.
+
+    Attributes:
+        num_bytes: length of the texts in UTF-8; 0 if no work is left.
+    """
 
     steps: tuple[TokenizationTask, ...]
     options: RequestOptions

@@ -4,9 +4,7 @@ A quantized program has the same ops with quantized weights.
 docs/operating/int8.md describes the arithmetic and its quality. On a GPU, weights in codes of 8 bits are loaded into
 memory of the host, and codes are made on the GPU, layer by layer: it holds a byte of each.
 docs/decisions/0128-codes-on-a-gpu.md has the reasons.
-
-The calibration has the columns that stay in fp32 and the codes of each layer, its error, and the quality of the whole
-model. `int8_model` computes it, when a model is loaded or earlier.
+`int8_model` computes a calibration.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Codes and errors of linear layers, from their inputs in fp32.
 
-The model runs over a few texts in one batch. As soon as a layer has run, its codes are chosen in another thread, so a
-core runs the model and the others choose. Texts that need several batches are run once for each group of layers whose
-sums fit into memory.
+The model runs over a few texts in one batch. As soon as a layer has run, its codes are chosen in another thread. Texts
+that need several batches are run once for each group of layers whose sums fit into memory.
 
 The nearest codes make the smallest error of each weight. The error of a layer's output is smaller if later columns
 correct the error of earlier ones, which they can where the inputs of both go together.

@@ -76,7 +76,10 @@ def receive_control(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def message_of(values: object, arrays: Iterable[Array]) -> bytes:
-    """Return a message of values that JSON has, hashable ones, and of arrays."""
+    """Return a message of values that JSON has, and of arrays.
+
+    Beside few arrays the values are hashable.
+    """
     forms, shapes, parts = "", [], []
     for array in arrays:
         forms += array.dtype.char
