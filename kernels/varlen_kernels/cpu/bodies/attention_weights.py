@@ -49,7 +49,14 @@ from varlen_kernels.cpu.native.native import (
     inlined_view,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
-from varlen_kernels.cpu.native.tiles import HAS_TILES, ROW_BYTES, write_product
+from varlen_kernels.cpu.native.tiles import (
+    HAS_TILES,
+    ROW_BYTES,
+    add_product,
+    begin_product,
+    end_product,
+)
+from varlen_kernels.cpu.native.tiles import ROWS as TILE_ROWS
 
 # Rows that are multiplied together, and at most as many vectors: their sums are in registers.
 ROWS = 4
@@ -248,21 +255,23 @@ def _tiles_of(vectors: int) -> Any:
                 return row_bytes(context, builder, declared.args[number], array)
 
             width = factors.dtype.bitwidth // 8
-            numbers = ROW_BYTES // width
-            write_product(
-                builder,
-                width,
-                vectors,
-                rows=address(2, of_row, zero, zero),
-                row_bytes=distance(2, of_row),
-                weights=address(4, of_matrix, first, skipped),
-                weight_bytes=distance(4, of_matrix),
-                vector_bytes=builder.mul(apart, _SIZE(width)),
-                steps=builder.udiv(builder.add(depth, _SIZE(numbers - 1)), _SIZE(numbers)),
-                sums=address(0, to_out, zero, column),
-                sum_bytes=distance(0, to_out),
-                is_new=new,
-            )
+            numbers = _SIZE(ROW_BYTES // width)
+            sums = address(0, to_out, zero, column), distance(0, to_out)
+            begin_product(builder, vectors, *sums, new)
+            last = builder.add(depth, builder.sub(numbers, _SIZE(1)))
+            with cgutils.for_range(builder, builder.udiv(last, numbers)) as step:
+                row = builder.add(first, builder.mul(step.index, _SIZE(TILE_ROWS)))
+                add_product(
+                    builder,
+                    width,
+                    vectors,
+                    rows=address(2, of_row, zero, builder.mul(step.index, numbers)),
+                    row_bytes=distance(2, of_row),
+                    weights=address(4, of_matrix, row, skipped),
+                    weight_bytes=distance(4, of_matrix),
+                    vector_bytes=builder.mul(apart, _SIZE(width)),
+                )
+            end_product(builder, vectors, *sums)
             return context.get_dummy_value()
 
         whole = types.int64

@@ -78,8 +78,17 @@ def release_tiles(_context):
     return types.none(), generate
 
 
+# A product is written in three parts: sums come into registers, the products of tiles of rows are added one after
+# another, and sums go back. Between them other instructions may do something else. Arguments of the parts:
+#   width: bytes of a number of a row: 2 for bf16, 1 for codes without a sign, whose weights have one. Others have no
+#     such instruction.
+#   vectors: 16 columns each, up to `VECTORS`.
+#   rows, weights, sums: addresses of bytes; row_bytes, weight_bytes, sum_bytes: distance from a row to the next one.
+#   vector_bytes: distance from 16 columns of the weights to the next ones.
+
+
 def begin_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any, is_new: Any) -> None:
-    """Write the start of a product: tiles of sums are loaded; see `write_product`."""
+    """Write loads of tiles of sums, or zeros if they are new."""
     with builder.if_else(is_new) as (then, otherwise):
         with then:
             for i in range(vectors):
@@ -100,10 +109,7 @@ def add_product(
     weight_bytes: Any,
     vector_bytes: Any,
 ) -> None:
-    """Write the product of one tile of rows, which is added to the sums.
-
-    `write_product` has the arguments.
-    """
+    """Write the product of one tile of rows, which is added to the sums."""
     if width not in _PRODUCTS:
         return
     _call(builder, "tileloadd64", _BYTE(_OF_ROWS), rows, row_bytes)
@@ -115,56 +121,10 @@ def add_product(
 
 
 def end_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any) -> None:
-    """Write the end of a product: tiles of sums are stored; see `write_product`."""
+    """Write stores of tiles of sums."""
     for i in range(vectors):
         _call(builder, "tilestored64", _BYTE(i), _vector(builder, sums, i), sum_bytes)
 
 
 def _vector(builder: Any, sums: Any, i: int) -> Any:
     return moved(builder, sums, _SIZE(ROW_BYTES * i), _BYTE)
-
-
-def write_product(
-    builder: Any,
-    width: int,
-    vectors: int,
-    *,
-    rows: Any,
-    row_bytes: Any,
-    weights: Any,
-    weight_bytes: Any,
-    vector_bytes: Any,
-    steps: Any,
-    sums: Any,
-    sum_bytes: Any,
-    is_new: Any,
-) -> None:
-    """Write the product of a tile of rows with some vectors of a matrix.
-
-    Args:
-        builder: writes them.
-        width: bytes of a number of a row: 2 for bf16, 1 for codes without a sign, whose weights have one. Others have
-            no such instruction, and none is written.
-        vectors: 16 columns each, up to `VECTORS`.
-        rows, weights, sums: addresses of bytes.
-        row_bytes, weight_bytes, sum_bytes: distance from a row to the next one.
-        vector_bytes: distance from 16 columns of the weights to the next ones.
-        steps: number of tiles in a row, at least one.
-        is_new: whether the numbers in `sums` do not count; else products are added to them.
-    """
-    if width not in _PRODUCTS:
-        return
-    begin_product(builder, vectors, sums, sum_bytes, is_new)
-    step_bytes = builder.mul(weight_bytes, _SIZE(ROWS))
-    with cgutils.for_range(builder, steps) as loop:
-        add_product(
-            builder,
-            width,
-            vectors,
-            rows=moved(builder, rows, builder.mul(loop.index, _SIZE(ROW_BYTES)), _BYTE),
-            row_bytes=row_bytes,
-            weights=moved(builder, weights, builder.mul(loop.index, step_bytes), _BYTE),
-            weight_bytes=weight_bytes,
-            vector_bytes=vector_bytes,
-        )
-    end_product(builder, vectors, sums, sum_bytes)
