@@ -198,12 +198,12 @@ def _calibrate(
             yield answer
 
     def run_seen(kernels: object) -> None:
-        deque(run("running texts", model.programs, kernels, seen), 0)
+        deque(run("running texts", model.served, kernels, seen), 0)
 
     answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
     expected = _ahead(answers(model.programs))
     found = calibrate_layers(
-        model.programs, run_seen, bits, on_progress, batches=len(seen), cores=cores
+        model.programs, model.served, run_seen, bits, on_progress, batches=len(seen), cores=cores
     )
     programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
     quality = model.compare(answers(programs), expected, held_out)

@@ -1,4 +1,4 @@
-"""Codes and errors of linear layers, from their inputs in fp32.
+"""Codes and errors of linear layers, from their inputs.
 
 The model runs over a few texts in one batch. As soon as a layer has run, its codes are chosen in another thread. Texts
 that need several batches are run once for each group of layers whose sums fit into memory.
@@ -152,10 +152,11 @@ class _Layer:
     def keep_rows(self, x: Tensor, exact: Tensor) -> None:
         """Copy rows of an input and of its output, which measure the error."""
         step = -(-len(x) // _ERROR_ROWS)
-        self._rows.append((x[::step].clone(), exact[::step].clone()))
+        self._rows.append((x[::step].clone(), exact[::step].float()))
 
     def add(self, x: Tensor) -> None:
-        """Add an input to the sums of products of two columns."""
+        """Add an input to the sums of products of two columns, in fp32."""
+        x = x.float()
         self._largest = torch.maximum(self._largest, x.abs().amax(0))
         parts = x.tensor_split(-(-x.shape[1] // _TOGETHER), 1)
         self._grams = self._grams or [x.new_zeros(part.shape[1], part.shape[1]) for part in parts]
@@ -182,13 +183,14 @@ class _Layer:
         for x, exact in self._rows:
             # the logits of tokens that are never chosen
             never = exact.isneginf()
-            lost += float((layer.run(x) - exact).masked_fill_(never, 0).square_().sum())
+            lost += float((layer.run(x).float() - exact).masked_fill_(never, 0).square_().sum())
             total += float(exact.masked_fill(never, 0).square_().sum())
         return float((lost / max(total, 1e-30)) ** 0.5)
 
 
 def calibrate_layers(
     programs: Sequence[Program],
+    served: Sequence[Program],
     run: Run,
     bits: WeightBits = 8,
     on_progress: OnProgress = lambda *_: None,
@@ -198,17 +200,18 @@ def calibrate_layers(
 ) -> dict[LayerKey, LayerCalibration]:
     """Return outliers, codes and error of each layer, for inputs of these texts.
 
-    A layer gets the inputs that it has in fp32, so errors of earlier layers do not count.
+    A layer gets the inputs that it has without int8, so errors of earlier layers do not count.
 
     Args:
-        programs: programs in fp32 on the CPU.
-        run: runs them over texts.
+        programs: programs in fp32 on the CPU, whose weights get codes.
+        served: the same programs in the dtype of what stays beside int8.
+        run: runs `served` over texts.
         on_progress: function to call for each layer.
         batches: number of batches of the texts.
         cores: number of threads that choose codes.
     """
-    weights = linear_weights(programs)
-    ops = (op for program in programs for op in program.ops if op.kernel == "linear")
+    weights = dict(zip(linear_weights(served), linear_weights(programs).items(), strict=True))
+    ops = (op for program in served for op in program.ops if op.kernel == "linear")
     uses = Counter(layer_key(*op.operands[1:]) for op in ops)
     free, found = Semaphore(cores), dict[LayerKey, Future[LayerCalibration]]()
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as threads:
@@ -230,11 +233,11 @@ def calibrate_layers(
             del layers[key]
             on_progress("choosing codes of layers", len(found), len(weights))
 
-        columns = {key: len(weight) for key, (weight, _) in weights.items()}
+        columns = {key: len(weight) for key, (_, (weight, _)) in weights.items()}
         for group in _groups(columns) if batches > 1 else [[*weights]]:
-            layers = {key: _Layer(*weights[key], batches * uses[key]) for key in group}
+            layers = {key: _Layer(*weights[key][1], batches * uses[key]) for key in group}
             run(ObservingKernels(observe))
-        return {key: found[key].result() for key in weights}
+        return {exact: found[key].result() for key, (exact, _) in weights.items()}
 
 
 def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:

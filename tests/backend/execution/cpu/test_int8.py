@@ -180,7 +180,9 @@ def test_the_largest_columns_are_the_outliers(folder):
     prompts = model.prompts([np.arange(9, dtype=np.int32)])
 
     layers = calibrate_layers(
-        model.programs, lambda kernels: [*model.run(model.programs, kernels, prompts)]
+        model.programs,
+        model.served,
+        lambda kernels: [*model.run(model.served, kernels, prompts)],
     )
 
     assert next(iter(layers.values())).outliers.tolist() == large

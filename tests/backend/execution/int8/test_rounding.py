@@ -176,7 +176,7 @@ def test_layers_are_observed_as_memory_allows(numbers, monkeypatch, batches, mos
             for weight in weights:
                 values = kernels.linear(values, weight)
 
-    layers = calibrate_layers([program], run, batches=batches, cores=cores)
+    layers = calibrate_layers([program], [program], run, batches=batches, cores=cores)
 
     assert len(runs) == passes
     inputs = x
@@ -199,7 +199,9 @@ def test_wide_inputs_are_corrected_in_parts(numbers, monkeypatch):
     program = ops.finish(ops.linear(ops.input("x", ("tokens", 40), torch.float32), weight, None))
     x = related_inputs(200, 40, numbers)
 
-    (layer,) = calibrate_layers([program], lambda kernels: kernels.linear(x, weight)).values()
+    (layer,) = calibrate_layers(
+        [program], [program], lambda kernels: kernels.linear(x, weight)
+    ).values()
     outliers, chosen = layer.outliers, WeightCodes(layer.scale, layer.codes)
 
     for part in (slice(0, 14), slice(14, 27), slice(27, 40)):
