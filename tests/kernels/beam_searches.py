@@ -48,6 +48,8 @@ class Searches:
         self.live = [[(0.0, 0, 0)] for _ in self.beams]
         self.answers = [[] for _ in self.beams]
         self.blocks = count()
+        # then only the first row counts
+        self.begins_with_beams = self.rng.random() < 0.5
 
     @property
     def first_beams(self):
@@ -55,7 +57,8 @@ class Searches:
 
     def rows(self):
         """Return the number of rows of each search: its beams, or its prompt."""
-        return self.beams if self.length else [1] * len(self.beams)
+        has_beams = self.length or self.begins_with_beams
+        return self.beams if has_beams else [1] * len(self.beams)
 
     def candidates(self):
         """Return the best tokens of each row, some of them equally good."""
@@ -72,11 +75,10 @@ class Searches:
 
     def advance(self):
         """Return the arguments of `advance_searches`, without the state and the results."""
-        found = self.candidates()
+        found, counts = self.candidates(), self.rows()
         self.length += 1
         rows, first_row, divisors, ends = [], 0, [], []
         forced = self.rng.choice([NO_TOKEN] * 4 + [self.rng.randrange(self.vocabulary)])
-        counts = [1] * len(self.beams) if self.length == 1 else self.beams
         for place, (beams, num_rows) in enumerate(zip(self.beams, counts, strict=True)):
             own_ends = self.rng.sample(
                 range(self.vocabulary), self.rng.randint(0, min(3, self.vocabulary))

@@ -124,7 +124,9 @@ class TokenChooser:
         begin = 0
         for chunk in step.chunks:
             search = chunk.sequence.sampler_state
-            if chunk.beams and isinstance(search, BeamSearch):
+            if chunk.beams and not chunk.num_generated:
+                given[begin : begin + chunk.beams] = 0, chunk.token_ids[0]
+            elif chunk.beams and isinstance(search, BeamSearch):
                 chosen = given[begin : begin + chunk.beams]
                 # beams that are not alive run, too
                 chosen[:] = 0
@@ -160,7 +162,8 @@ class TokenChooser:
             length = chunk.num_generated
             for index, sequence in enumerate(chunk.samples, start=row):
                 if chunk.beam_slots and (result := next(of_searches)) is not None:
-                    outputs.append(_read(sequence, length, *result))
+                    search = cast(DeviceSearch, sequence.sampler_state)
+                    outputs.append(search.read(length, *result))
                 elif not chunk.beam_slots and plan.draws is not None:
                     if has_edits:
                         self._sampler.note([sequence], [length], [chosen.token_ids[index]])
@@ -195,8 +198,7 @@ def _later(
     """Return `DevicePlan.later` of this number of steps; None if their rules differ in more."""
     found = []
     for chunk, of_first in zip(chunks, rules, strict=True):
-        search = chunk.sequence.sampler_state
-        assert isinstance(search, DeviceSearch)
+        search = cast(DeviceSearch, chunk.sequence.sampler_state)
         assert of_first is not None
         divisors = search.later(chunk.num_generated, of_first, count)
         if divisors is None:
@@ -205,7 +207,7 @@ def _later(
     return np.array(found).transpose(1, 0, 2)
 
 
-_Result: TypeAlias = tuple[Int32Array, Int32Array, Float32Array]
+_Result: TypeAlias = tuple[list[list[int]], Int32Array, Float32Array]
 
 
 def _results(plan: DevicePlan, chosen: Chosen) -> Iterator[_Result | None]:
@@ -218,17 +220,5 @@ def _results(plan: DevicePlan, chosen: Chosen) -> Iterator[_Result | None]:
         assert chosen.searches is not None
         ends, beams, scores = chosen.searches
         own = slice(beam, beam + rules.num_beams)
-        yield ends[:, index], beams[:, own], scores[:, own]
+        yield ends[:, index].tolist(), beams[:, own], scores[:, own]
         index, beam = index + 1, own.stop
-
-
-def _read(
-    sequence: GeneratedSequence,
-    length: int,
-    ends: Int32Array,
-    beams: Int32Array,
-    scores: Float32Array,
-) -> BeamStep:
-    search = sequence.sampler_state
-    assert isinstance(search, DeviceSearch)
-    return search.read(length, ends.tolist(), beams, scores)

@@ -64,7 +64,7 @@ _WIDTHS = 4
 _NOTHING_CHOSEN = DevicePlan()
 # Number of the step before, of a step that needs none.
 _NO_STEP = -1
-_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0, 0, 0])
+_NO_ORDER: Int64Array = np.array([0, _NO_STEP, 0, 0])
 _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)
 _NO_SOURCES: Arrays = {}
 _NO_SEARCHES: Int32Array = np.empty((0, FOLLOW_COLUMNS), np.int32)
@@ -401,8 +401,8 @@ class PackedStep:
     Attributes:
         copies: `[copies, 2]`, source and destination of blocks to copy before the step.
         sources: inputs of the encoder, if source texts are encoded before the step; else empty.
-        order: its number, the number of the step that it needs, or -1, the slot of its logits, whether the engine
-            reads these, and `Batch.launch_seconds` in microseconds.
+        order: its number, the number of the step that it needs, or -1, the slot of its logits, and whether the engine
+            reads these.
         follows: `[2, tokens]`, places of tokens that the step before chooses, and the rows of its logits.
         edits: arguments of `edit_logits`: `rows`, `penalties`, and lists if any begin; empty without edits.
         draws: arguments of `sample_tokens` by name, of them only `temperature` if all are greedy; empty if the engine
@@ -444,10 +444,6 @@ class PackedStep:
         """Whether the engine reads its logits: it chooses some of what follows."""
         return bool(self.order[3])
 
-    @property
-    def launch_seconds(self) -> float:
-        return float(self.order[4]) / 1e6
-
     def keep_logits(self, slot: int) -> None:
         self.order[2] = slot
 
@@ -481,7 +477,7 @@ def pack_step(
         np.array(step.copies, np.int32).reshape(-1, 2),
         sources,
         inputs,
-        np.array([step.number, after, 0, not plan.is_whole, 1e6 * step.launch_seconds], np.int64),
+        np.array([step.number, after, 0, not plan.is_whole], np.int64),
         followed(step.chunks),
         {} if plan.draws is None else edit_arrays(plan.draws),
         {} if plan.draws is None else draw_arrays(plan.draws),

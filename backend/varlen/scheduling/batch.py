@@ -219,7 +219,8 @@ class Chunk(NamedTuple):
             instead.
         beam_slots: slots of the beams of a search; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
-            `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt.
+            `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt. One
+            of a single token may run for each beam; the search goes on from the first.
         drafted: guesses of the last tokens up to this one, if it is a drafted token.
     """
 
@@ -242,7 +243,7 @@ class Chunk(NamedTuple):
     @property
     def num_generated(self) -> int:
         """Number of tokens of the answer, or of a beam, with these tokens."""
-        return self.start + (1 if self.beams else len(self.token_ids)) - self.sequence.num_tokens
+        return self.end - self.sequence.num_tokens
 
     @property
     def num_logit_rows(self) -> int:
@@ -265,7 +266,6 @@ class Batch:
         after: number of the step that was in flight when this one was scheduled. If that one fails, this one must not
             run.
         steps: most steps of its launch; more than one only of searches; their chunks are of the first step.
-        launch_seconds: no step begins that would probably end later than this after the begin of its launch.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -277,7 +277,6 @@ class Batch:
     number: int = 0
     after: int | None = None
     steps: int = 1
-    launch_seconds: float = 0.0
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -294,6 +293,11 @@ class Batch:
             return len(self.sequences)
         return sum([len(chunk.samples) for chunk in self.chunks])
 
+    def tokens_of(self, steps: int) -> int:
+        """Return the tokens of some steps; the first one encodes sources."""
+        sources = sum([len(chunk.encodes) for chunk in self.chunks])
+        return steps * (self.shape.tokens - sources) + sources
+
     @property
     def num_logit_rows(self) -> int:
         return sum([chunk.beams or len(chunk.samples) for chunk in self.chunks])
@@ -304,12 +308,7 @@ class Batch:
         chunks = self.chunks
         drafted = [chunk.drafted for chunk in chunks for _ in chunk.samples]
         sequences = [sequence for chunk in chunks for sequence in chunk.samples]
-        ends = [
-            chunk.start + (1 if chunk.beams else len(chunk.token_ids))
-            for chunk in chunks
-            for _ in chunk.samples
-        ]
-        lengths = [end - each.num_tokens for end, each in zip(ends, sequences, strict=True)]
+        lengths = [chunk.num_generated for chunk in chunks for _ in chunk.samples]
         return sequences, lengths, drafted
 
 

@@ -26,6 +26,8 @@ class EditLimits(NamedTuple):
 
 # Instead of whether a search has ended: the launch was over before.
 NOT_TAKEN = -1
+# Seconds of a launch of steps: until its end no client is found to be gone.
+LAUNCH_SECONDS = 0.04
 
 
 class Edits(NamedTuple):

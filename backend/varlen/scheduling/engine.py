@@ -376,8 +376,8 @@ class Engine:
         shape = batch.shape
         if result.failure is None:
             padding = shape.padding if self._is_padded else 0
-            steps = result.steps if batch.steps > 1 else 1
-            self._stats.count_batch(shape.sequences, steps * shape.tokens, padding)
+            tokens = batch.tokens_of(result.steps) if batch.steps > 1 else shape.tokens
+            self._stats.count_batch(shape.sequences, tokens, padding)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
         elif result.failure == "memory" and shape.sequences > 1:
             self._stats.count(CountedMetric.SPLIT_BATCHES)

@@ -188,7 +188,7 @@ def advance_searches(
         divisors: `[searches, 2]` fp32, not 0: length penalty of an answer of this length, and of the one that a beam
             may become.
         ends: `[ends]` int32, end tokens of all searches.
-        state: changed, except for the tables. A search whose beams get their first token begins.
+        state: changed, except for the tables. A search whose beams get their first token begins, with its first row.
     """
     rows = [each.tolist() for each in found]
     for index, search in enumerate(searches.tolist()):
@@ -203,7 +203,7 @@ def advance_searches(
             for each in at[:count]
         ]
         candidates = []
-        for beam in range(num_rows):
+        for beam in range(1 if begun else num_rows):
             tokens, _, logprobs = (each[first + beam] for each in rows)
             if forced != NO_TOKEN:
                 tokens, logprobs = [forced], [0.0]

@@ -352,6 +352,7 @@ def _advance_kernel(
     kept_before = (1 - half) * BEAM_SLOTS + own
     first_slot = tl.load(beam_slots_ptr + first_beam)
     is_first = length == 1
+    num_rows = tl.where(is_first, 1, num_rows)
     score_before = tl.load(scores_ptr + kept_before, mask=beam < num_rows, other=0.0)
     count = tl.load(num_answers_ptr + (1 - half) * BEAM_SLOTS + first_slot)
     count = tl.where(is_first, 0, count)

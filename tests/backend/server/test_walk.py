@@ -87,7 +87,7 @@ def test_a_step_passes_few_files(task, folder, options, load, ask, traced, monke
     if not (_MODELS / folder / "1/model.safetensors").is_file():
         pytest.fail(f"model_repository/{folder}/1 has no weights; run `make setup` to make them")
     # each launch of searches has one step
-    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 0.0)
     given = model_config(
         task, hidden=384, parameters={"dtype": "fp32", "threads": "1", "warmup_seconds": "0"}
     )

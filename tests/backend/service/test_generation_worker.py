@@ -430,7 +430,7 @@ def test_a_translation_has_no_drafts(translator):
 def test_translations_are_the_same_though_the_worker_is_killed(
     translator, policy, seconds, last, monkeypatch
 ):
-    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", seconds)
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", seconds)
     with generator_of(translator, kv_policy=policy) as made:
         undisturbed = answers_of(made, TRANSLATIONS, max_tokens=12)
         for at in (0, last):

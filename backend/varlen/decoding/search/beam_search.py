@@ -124,13 +124,7 @@ class BeamGroup:
         self._num_generated += 1
         is_last = self._num_generated >= self._options.max_tokens
         ends, num_beams = self._end_ids, self._num_beams
-        live: list[Candidate] = []
-        for candidate in ranked:
-            if candidate[2] not in ends:
-                live.append(candidate)
-                if len(live) == num_beams:
-                    break
-
+        live = [candidate for candidate in ranked if candidate[2] not in ends][:num_beams]
         beams, extend = self.beams, self._editor.extend
         ended = best if is_last else [candidate for candidate in best if candidate[2] in ends]
         if ended:
@@ -303,7 +297,7 @@ class BeamSearch:
         scores = limited(scores, options, keep=max(2, 1 + num_ends))
         if renormalizes:
             scores = normalized(scores)
-        scores += np.array([beam.score for beam in self._beams])[:, None]
+        scores += np.array(self.scores)[:, None]
         count = max(2, 1 + num_ends) * options.num_beams
         first = self._num_generated * options.num_beams * self._vocab_size
         drawn = draw(scores, uniform_range(self._key, first, scores.size), count)
@@ -332,14 +326,13 @@ class BeamSearch:
         """Return candidates by their score minus a penalty for each better sibling."""
         penalty = self._options.diversity_penalty
         better: Counter[int] = Counter()
-        keyed: list[tuple[Candidate, Candidate]] = []
-        for score, parent, token in candidates:
-            keyed.append(
-                ((score - penalty * better[parent], parent, token), (score, parent, token))
-            )
+        keyed: list[tuple[float, int, Candidate]] = []
+        for candidate in candidates:
+            score, parent, _ = candidate
+            keyed.append((penalty * better[parent] - score, parent, candidate))
             better[parent] += 1
-        keyed.sort(key=lambda each: _by_score_and_parent(each[0]))
-        return [candidate for _, candidate in keyed]
+        keyed.sort(key=itemgetter(0, 1))
+        return [candidate for *_, candidate in keyed]
 
     def _finish_step(self) -> BeamStep:
         self._num_generated += 1

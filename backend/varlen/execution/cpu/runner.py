@@ -43,10 +43,11 @@ from varlen.memory.planner import Dims, Region, map_shared, memory_errors, new_s
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
 from varlen.program.stages import NO_STAGES, Stage
 from varlen.request.request import Bytes, Float32Array, Int32Array
+from varlen.scheduling import device_plan
 from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
 from varlen_kernels.cpu.calls.run_calls import run_calls
 from varlen_kernels.cpu.native.threads import run_parts
-from varlen_kernels.functions import STEP_BEAMS
+from varlen_kernels.functions import NOT_GIVEN, STEP_BEAMS
 from varlen_kernels.op import Bound
 from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.beam import BeamCandidates
@@ -367,6 +368,7 @@ class _Part:
         searches: their place among all searches; `beams` has the place of their beams.
         step: arrays that the calls read, with the divisors of the step.
         table: the calls of a step; `held` is memory that they use.
+        source_calls: number of its first calls, which only the first step has.
         counters: numbers that grow by one from step to step.
         found: results of the step.
     """
@@ -375,6 +377,7 @@ class _Part:
     beams: slice
     step: PackedStep
     table: Int64Array
+    source_calls: int
     held: object
     counters: Sequence[Int32Array]
     found: ChosenBeams
@@ -387,27 +390,20 @@ class _Part:
 
 @dataclass(slots=True)
 class _Launch:
-    """Steps of all parts.
+    """Steps of all parts; for `later` see `PackedStep.searches`.
 
     Attributes:
-        later: see `PackedStep.searches`.
-        seconds: see `Batch.launch_seconds`.
-        furthest, last: index of the last step that a part has begun, and of the last one that parts may begin. Threads
-            write them without a lock: at worst, a part takes fewer steps.
+        furthest, last: index of the last step that a part has begun, and may begin. Threads write them without a lock:
+            at worst, a part takes fewer steps.
     """
 
     later: Float32Array
-    seconds: float
     chosen: ChosenBeams
     arrived: Bytes
     parts: list[_Part] = field(default_factory=list)
     furthest: int = 0
-    last: int = field(init=False)
-    began: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.last = len(self.later)
-        self.began = time.perf_counter()
+    last: float = np.inf
+    began: float = field(default_factory=time.perf_counter)
 
     def run(self, first: int, last: int) -> None:
         """Run the steps of some parts."""
@@ -424,8 +420,10 @@ class _Launch:
                 for numbers in part.counters:
                     np.add(numbers, 1, out=numbers)
                 part.step.searches["divisors"][:] = self.later[step - 1, part.searches]
+                # tokens of the first one
+                part.step.beams["given"][:] = NOT_GIVEN
             try:
-                run_calls(part.table, 1)
+                run_calls(part.table[part.source_calls :] if step else part.table, 1)
             except MemoryError:
                 # a step changes nothing that it reads, so a later launch takes it
                 return
@@ -452,8 +450,8 @@ class _Launch:
             return False
         seconds = time.perf_counter() - self.began
         if step <= self.furthest:
-            return seconds < self.seconds
-        if seconds * (step + 1) / step > self.seconds:
+            return seconds < device_plan.LAUNCH_SECONDS
+        if seconds * (step + 1) / step > device_plan.LAUNCH_SECONDS:
             self.last = self.furthest
         return step <= self.last
 
@@ -520,7 +518,7 @@ class SearchSteps:
 
         def run_on(cores: int) -> int:
             parts = self._parts(step, logits, min(cores, count))
-            launch = _Launch(later, step.launch_seconds, chosen, self.arrived, parts)
+            launch = _Launch(later, chosen, self.arrived, parts)
             run_parts(launch.run, range(len(launch.parts) + 1))
             return int((chosen.ends[:, :, 0] != NOT_TAKEN).any(1).sum())
 
@@ -651,6 +649,7 @@ class SearchSteps:
             beams,
             step,
             one_table(parts),
+            len(parts[0]) if sources else 0,
             (before, after, logits, regions),
             counters,
             ChosenBeams(*(each.numpy() for each in results)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from varlen.memory.blocks import BlockPool
 from varlen.request.request import Prompt, Source, new_tuple
@@ -169,7 +170,12 @@ class GroupMemory:
         return True
 
     def next_chunks(
-        self, parts: Sequence[Part], step_tokens: int, logit_rows: Mapping[GeneratedSequence, int]
+        self,
+        parts: Sequence[Part],
+        step_tokens: int,
+        logit_rows: Mapping[GeneratedSequence, int],
+        *,
+        begins_beams: bool,
     ) -> dict[Group, Chunk]:
         """Return what runs of each group in the next step, with blocks for it.
 
@@ -179,12 +185,14 @@ class GroupMemory:
         Args:
             parts: groups of the step in order, whose branches have the block of a token to generate.
             logit_rows: row of the logits of the step in flight, by sequence.
+            begins_beams: whether prompts, of one token, run for each beam.
         """
         lengths = divide_step(parts, step_tokens)
         runs = list(zip(parts, lengths, strict=True))
         if max(lengths) > 1:
             runs.sort(key=lambda run: run[1] > 1)
-        return {part.group: self._chunk(part, length, logit_rows) for part, length in runs}
+        chunk_of = partial(self._chunk, logit_rows=logit_rows, begins_beams=begins_beams)
+        return {part.group: chunk_of(part, length) for part, length in runs}
 
     def draft_rows(
         self, group: Group, chunk: Chunk, guessed: Sequence[int], *, keep: int
@@ -267,11 +275,14 @@ class GroupMemory:
         return True
 
     def run_on(self, group: Group, chunk: Chunk, steps: int) -> None:
-        """Let a search go on behind this number of steps, which began with a chunk."""
+        """Let a group go on behind some steps; behind none, its chunk runs again."""
         group.first.num_computed = chunk.start + steps
-        group.first.num_unknown = chunk.end + steps - len(group.first.token_ids)
+        for sample in chunk.samples:
+            sample.num_unknown = chunk.end + steps - len(sample.token_ids)
+        if chunk.encodes:
+            group.is_encoded = steps > 0
 
-    def follow(self, group: Group, parents: Sequence[int], steps: int = 1) -> None:
+    def follow(self, group: Group, parents: Sequence[int], steps: int) -> None:
         """Give back blocks that no beam of a search reads any more.
 
         Args:
@@ -297,19 +308,6 @@ class GroupMemory:
         self.blocks.store(
             first.token_ids, first.block_ids, begin=begin, end=end, salt=first.options.cache_scope
         )
-
-    def undo(self, group: Group, chunk: Chunk, *, tokens: int | None = None) -> None:
-        """Let the tokens of a step run again.
-
-        Args:
-            group: a group of the step; its tokens in later steps are ignored.
-            tokens: number of the last tokens of the chunk that run again; None is all of them.
-        """
-        group.first.num_computed = chunk.start if tokens is None else chunk.end - tokens
-        for sample in chunk.samples:
-            sample.num_unknown = chunk.end - len(sample.token_ids)
-        if chunk.encodes and group.first.num_computed == chunk.start:
-            group.is_encoded = False
 
     def split(self, group: Group) -> list[Group]:
         """Return a group for each sample that goes on; they share their prompt's blocks."""
@@ -352,7 +350,14 @@ class GroupMemory:
         group.source_block_ids, group.beams = [], None
         self._unreserve(group)
 
-    def _chunk(self, part: Part, tokens: int, logit_rows: Mapping[GeneratedSequence, int]) -> Chunk:
+    def _chunk(
+        self,
+        part: Part,
+        tokens: int,
+        logit_rows: Mapping[GeneratedSequence, int],
+        *,
+        begins_beams: bool,
+    ) -> Chunk:
         """Return the next tokens of a group, see `next_chunks`."""
         group, size = part.group, self.blocks.block_size
         first, beams = group.first, 0
@@ -372,9 +377,13 @@ class GroupMemory:
             samples = (first,) if group.has_beams else group.sequences
         source = None if group.is_encoded else first.prompt.payload_tokens(Source)
         follows = None
-        if group.beams is not None and begin >= first.num_tokens:
-            beams = group.num_branches
-            token_ids, block_ids = _UNKNOWN * beams, group.beams.tables(begin, first.block_ids)
+        if group.beams is not None and (begins_beams or begin >= first.num_tokens):
+            beams, own = group.max_branches, _UNKNOWN
+            if begin < first.num_tokens:
+                own = (first.token_ids[begin],)
+                self.extend(group)
+                self._extend_beams(group, group.beams)
+            token_ids, block_ids = own * beams, group.beams.tables(begin, first.block_ids)
         else:
             num_blocks = -(-end // size)
             # of those that are reserved; a sequence that generates has its block

@@ -60,10 +60,10 @@ class BeamBlocks:
             position: position of the token that runs.
         """
         column, offset = divmod(position, self.block_size)
-        is_first = position == self.num_tokens
+        is_first = position <= self.num_tokens
         known = prompt_blocks[:column] if is_first else [_UNKNOWN] * column
         last = self.blocks[self.column(position)]
-        if is_first and offset:
+        if is_first and self.num_tokens % self.block_size:
             last = [prompt_blocks[column], *last]
         elif offset:
             last = [_UNKNOWN] * self.num_beams

@@ -35,6 +35,7 @@ from varlen.errors import EngineError, RequestError
 from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request
+from varlen.scheduling import device_plan
 from varlen.scheduling.admission import Admission, Claim, Claims, Work
 from varlen.scheduling.batch import (
     MAX_STEPS,
@@ -54,7 +55,7 @@ from varlen.scheduling.batch import (
 from varlen.scheduling.device_plan import BeamStep, SampledToken
 from varlen.scheduling.iteration.group_memory import GroupMemory
 from varlen.scheduling.iteration.group_queues import GroupQueues, HeldByStepError, RunningSlots
-from varlen.scheduling.iteration.groups import Group
+from varlen.scheduling.iteration.groups import Group, Part
 from varlen.scheduling.iteration.speculation import UNKNOWN_GUESS
 from varlen.scheduling.iteration.step_size import (
     DraftCost,
@@ -104,7 +105,7 @@ class StepInFlight:
         chunks: its groups in order, and the chunk of each.
         copies: source by destination of the blocks that it copies.
         drafts: rows of drafted tokens, which come before the chunks.
-        steps: most steps of its launch. More than one are searches, and how many run is known at its end.
+        steps: most steps of its launch; how many run is known at its end.
         ignored: groups that run again, and whose outputs are ignored.
         is_void: whether this is so of all of them, because a step before it has failed.
     """
@@ -158,8 +159,6 @@ _STEP_FAILED = "the model failed on the step that held this request; the server'
 _WORKERS_ENDED = "worker processes ended while they ran this request; the server's log says why"
 # A request that was in the steps of this many workers that ended has probably ended them. See decision 0046.
 _MAX_CRASHES = 2
-# Seconds of a launch of several steps: until its end, no client is found to be gone, and no deadline passed.
-_LAUNCH_SECONDS = 0.02
 
 
 class IterationScheduler:
@@ -303,10 +302,10 @@ class IterationScheduler:
             return self.update(batch, result)
         if result.failure is not None:
             return self._fail_step(step, batch.shape.tokens, result)
-        count = result.steps if step.steps > 1 else 1
+        steps = result.steps if step.steps > 1 else 1
         outputs, end = result.outputs, sum(map(len, step.drafts.values()))
         passes = max(map(len, step.drafts.values()), default=0)
-        self._learn(batch, end, passes, result, max(1, count))
+        self._learn(batch, end, passes, result, steps)
         if self._memory.copies.in_flight:
             self._memory.copies.end(step.copies)
         drafted = iter(cast(Sequence[SampledToken], outputs[:end]))
@@ -315,7 +314,7 @@ class IterationScheduler:
         events: list[Event] = []
         # the end of one sample ends others, which then have no events
         present = {group: step.chunks[group] for group in step.groups}
-        self._count_served(present, count)
+        self._count_served(present, steps)
         for group, chunk in step.chunks.items():
             begin, end = end, end + len(chunk.samples)
             if step.drafts:
@@ -414,9 +413,9 @@ class IterationScheduler:
         tokens = size.tokens
         if max([part.remaining for part in parts]) > 1 or self._limits.speculation:
             tokens = tokens_of_step(parts, tokens, self._cost, latency, beside=busy)
-        chunks = self._memory.next_chunks(parts, tokens, logit_rows)
+        count = self._launch_steps(parts, tokens) if parts[0].group.has_beams else 1
+        chunks = self._memory.next_chunks(parts, tokens, logit_rows, begins_beams=count > 1)
         copies = self._memory.copies
-        count = self._launch_steps(chunks)
         if count > 1:
             for group, chunk in chunks.items():
                 self._memory.run_on(group, chunk, count)
@@ -429,23 +428,30 @@ class IterationScheduler:
             count,
         )
 
-    def _launch_steps(self, chunks: Mapping[Group, Chunk]) -> int:
-        """Return how many steps of these chunks may run in one launch.
+    def _launch_steps(self, parts: Sequence[Part], tokens: int) -> int:
+        """Return how many steps of these parts may run in one launch.
 
         Its steps differ in the positions alone: no search begins a block or comes to its last token, and nothing waits.
-        It has several if two are expected to end in time; its own clock ends it.
+        Prompts of one token may begin it, with tokens and blocks for all beams. It has several steps if four are
+        expected to end in time; its own clock ends it.
         """
         most = self._limits.launch_steps
         if most == 1 or self._queues.num_waiting:
             return 1
-        size, tokens = self._blocks.block_size, 0
-        for group, chunk in chunks.items():
-            if not chunk.beams:
+        size, rows, sources, blocks = self._blocks.block_size, 0, 0, 0
+        for group, remaining, least_tokens in parts:
+            start, prompt = group.first.num_computed, group.first.num_tokens
+            if not group.has_beams or remaining > 1 or start < prompt > 1:
                 return 1
-            tokens += chunk.beams
-            last = group.max_length - 2
-            most = min(most, size - chunk.start % size, last - chunk.start)
-        return max(1, most) if 2 * self._cost.seconds(1, tokens) < _LAUNCH_SECONDS else 1
+            if start < prompt:
+                blocks += group.max_branches - group.reserved
+            rows += group.max_branches
+            sources += least_tokens - group.num_branches
+            most = min(most, size - start % size, group.max_length - 2 - start)
+        if rows + sources > tokens or blocks > self._blocks.available:
+            return 1
+        four = self._cost.seconds(4, 4 * rows + sources)
+        return max(1, most) if four < device_plan.LAUNCH_SECONDS else 1
 
     def _drafts(self, chunks: Mapping[Group, Chunk], tokens: int) -> dict[Group, tuple[Chunk, ...]]:
         """Return rows of drafted tokens, where `tokens` of a step are left.
@@ -501,7 +507,8 @@ class IterationScheduler:
     def _learn(
         self, batch: Batch, drafted: int, passes: int, result: BatchResult, steps: int
     ) -> None:
-        tokens, seconds = batch.shape.tokens, result.seconds / steps
+        tokens = batch.tokens_of(steps) // steps if steps > 1 else batch.shape.tokens
+        seconds = result.seconds / steps
         self._cost.learn(tokens, seconds)
         self._step_size.grow()
         if not self._limits.speculation:
@@ -525,15 +532,13 @@ class IterationScheduler:
         reason = f"{lengths.count(1)} of one token, {self._queues.num_waiting} sequences waiting"
         sequences = tuple([chunk.sequence for chunk in chunks])
         seconds = self._cost.seconds(1, shape.tokens)
-        seconds = min(step.steps * seconds, max(seconds, _LAUNCH_SECONDS))
+        seconds = min(step.steps * seconds, max(seconds, device_plan.LAUNCH_SECONDS))
         copies = tuple((source, copy) for copy, source in step.copies.items())
-        of_launch = step.number, step.after, step.steps, _LAUNCH_SECONDS
+        of_launch = step.number, step.after, step.steps
         batch = Batch(sequences, shape, seconds, reason, chunks, copies, *of_launch)
         new = [group for group in step.chunks if not group.has_started]
-        if new:
-            self._admission.mark_running(batch, until=now + seconds, left=self._leave(new))
-        else:
-            self._admission.mark_running(batch, until=now + seconds)
+        left = [self._leave(new)] if new else []
+        self._admission.mark_running(batch, now + seconds, *left)
         return batch
 
     def _fail_step(self, step: StepInFlight, tokens: int, result: BatchResult) -> list[Event]:
@@ -565,7 +570,7 @@ class IterationScheduler:
         lost = [each for each in self._in_flight if failure == "worker" or each.after is not None]
         for each in (*reversed(lost), step):
             for group in each.groups:
-                self._memory.undo(group, each.chunks[group])
+                self._memory.run_on(group, each.chunks[group], 0)
             each.is_void = True
             self._memory.copies.take_back(each.copies)
 
@@ -654,7 +659,8 @@ class IterationScheduler:
 
     def _run_again(self, group: Group, chunk: Chunk) -> None:
         """Let the last token of a group run again for its logits."""
-        self._memory.undo(group, chunk, tokens=1)
+        self._memory.run_on(group, chunk, 0)
+        group.first.num_computed = chunk.end - 1
         for step in self._in_flight:
             step.ignored.add(group)
         # until then its block is not shared
@@ -666,13 +672,14 @@ class IterationScheduler:
         served: list[tuple[Claim, int]] = []
         for group, chunk in chunks.items():
             count = steps * len(chunk.token_ids)
+            if chunk.start < chunk.sequence.num_tokens:
+                if chunk.beams:
+                    # a token in all these rows
+                    count -= chunk.beams - 1
+                    generated += count - 1
+            elif chunk.samples and (count == 1 or chunk.beams):
+                generated += count
             of_group = count + len(chunk.encodes)
-            if (
-                chunk.samples
-                and (count == 1 or chunk.beams)
-                and chunk.start >= chunk.sequence.num_tokens
-            ):
-                generated += of_group
             total += of_group
             served.append((group.claim, of_group))
         self._decode_tokens += generated

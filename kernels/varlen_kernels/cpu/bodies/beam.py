@@ -412,7 +412,7 @@ def advance_searches(
         half = length % 2
         count = num_answers[1 - half, own[0]]
         if length == 1:
-            scores[1 - half, own[0]], count = 0, 0
+            scores[1 - half, own[0]], count, num_rows = 0, 0, 1
         for rank in range(count):
             before = answers[1 - half], answer_scores[1 - half], own[rank]
             _copy_answer(*before, answers[half], answer_scores[half], own[rank])

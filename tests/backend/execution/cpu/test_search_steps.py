@@ -86,7 +86,7 @@ def counts(monkeypatch):
         return chosen
 
     monkeypatch.setattr(SearchSteps, "run", counted)
-    monkeypatch.setattr("varlen.scheduling.iteration.iteration._LAUNCH_SECONDS", 1e6)
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
     return found
 
 
@@ -111,9 +111,22 @@ def test_sources_are_encoded_in_the_first_step_of_a_search(folder, expected, mon
     assert sum(encoded) == len(expected)
 
 
-def test_parts_of_a_launch_end_together_once_its_time_is_over():
+@pytest.mark.parametrize("policy", ["reserve", "optimistic"])
+def test_a_search_begins_and_goes_on_in_one_launch(folder, counts, policy):
+    generator = Generator.from_pretrained(
+        folder, device="cpu", dtype="fp32", max_sequence_tokens=40, kv_policy=policy
+    )
+    with generator:
+        counts.clear()
+        generator.generate([[5, 6, 7]], max_tokens=20, num_beams=4)
+
+    assert counts[0][0] > 1
+
+
+def test_parts_of_a_launch_end_together_once_its_time_is_over(monkeypatch):
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1000.0)
     later, nothing = np.zeros((7, 1, 2), np.float32), np.zeros(1, np.uint8)
-    launch = cpu_runner._Launch(later, 1000.0, None, nothing)
+    launch = cpu_runner._Launch(later, None, nothing)
     launch.began -= 600
     launch.furthest = 1
     # one that is behind, and one whose step probably ends after 900 seconds
@@ -128,6 +141,7 @@ def test_parts_of_a_launch_end_together_once_its_time_is_over():
 
 
 def test_a_launch_takes_two_steps_after_one_in_which_a_search_has_ended(monkeypatch):
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
     whole, found = (
         ChosenBeams(
             np.full((*steps, 2, 2), NOT_TAKEN, np.int32),
@@ -136,10 +150,14 @@ def test_a_launch_takes_two_steps_after_one_in_which_a_search_has_ended(monkeypa
         )
         for steps in ([8], [])
     )
-    step = SimpleNamespace(searches={"divisors": np.zeros((2, 2), np.float32)})
+    step = SimpleNamespace(
+        searches={"divisors": np.zeros((2, 2), np.float32)},
+        beams={"given": np.zeros((2, 2), np.int32)},
+    )
+    table = np.zeros((1, 1), np.int64)
     both = slice(0, 2)
-    launch = cpu_runner._Launch(np.zeros((7, 2, 2), np.float32), 1e6, whole, np.zeros(1, np.uint8))
-    launch.parts.append(cpu_runner._Part(both, both, step, None, None, [], found))
+    launch = cpu_runner._Launch(np.zeros((7, 2, 2), np.float32), whole, np.zeros(1, np.uint8))
+    launch.parts.append(cpu_runner._Part(both, both, step, table, 0, None, [], found))
     # the first one runs on in vain
     ended = iter([(0, 0), (1, 0), (0, 0), (1, 0)])
 
@@ -156,8 +174,8 @@ def test_a_launch_takes_two_steps_after_one_in_which_a_search_has_ended(monkeypa
 def test_a_part_ends_with_its_searches(monkeypatch):
     found = ChosenBeams(np.ones((1, 2), np.int32), np.zeros((1, 5), np.int32), np.zeros(1))
     whole = ChosenBeams(*(np.stack([each] * 8) for each in found))
-    launch = cpu_runner._Launch(np.zeros((7, 1, 2), np.float32), 1e6, whole, np.zeros(1, np.uint8))
-    launch.parts.append(cpu_runner._Part(slice(0, 1), slice(0, 1), None, None, None, [], found))
+    launch = cpu_runner._Launch(np.zeros((7, 1, 2), np.float32), whole, np.zeros(1, np.uint8))
+    launch.parts.append(cpu_runner._Part(slice(0, 1), slice(0, 1), None, None, 0, None, [], found))
     runs = []
     monkeypatch.setattr(cpu_runner, "run_calls", lambda *_: runs.append(1))
 

@@ -99,6 +99,11 @@ class Writer:
         return GeneratedPart("", (token.token_id,), finish_reason=reason)
 
 
+def _begins(chunk):
+    """Return whether a search begins with a row for each beam."""
+    return chunk.beams > 0 and chunk.start < chunk.sequence.num_tokens
+
+
 class KvExecutor(HeldExecutor):
     """Runs steps over blocks of (token, position); checks the shape of each step.
 
@@ -198,6 +203,8 @@ class KvExecutor(HeldExecutor):
         if not chunk.beams:
             return [(chunk.block_ids, self._tokens(chunk))]
         _, tokens = self.chosen.get(chunk.beam_slots, (None, [0] * chunk.beams))
+        if _begins(chunk):
+            tokens = chunk.token_ids
         return list(zip(self._tables(chunk), [[token] for token in tokens], strict=True))
 
     def _tables(self, chunk):
@@ -208,6 +215,10 @@ class KvExecutor(HeldExecutor):
         given = [list(row) for row in zip(*given, strict=True)]
         assert len(given) == chunk.beams == chunk.sequence.generation.num_beams
         key = chunk.beam_slots, chunk.start
+        if _begins(chunk):
+            # the tables of a search before it
+            self._forget_tables(chunk.beam_slots)
+            self.tables[key] = given
         if key in self.tables:
             # it runs again
             return self.tables[key]
@@ -264,7 +275,8 @@ class KvExecutor(HeldExecutor):
         """Return the step of a search; beams that it no longer has run in vain."""
         first = chunk.sequence
         assert chunk.samples == (first,)
-        tables = self._tables(chunk)[: first.sampler_state] if chunk.beams else [chunk.block_ids]
+        alive = 1 if _begins(chunk) else first.sampler_state
+        tables = self._tables(chunk)[:alive] if chunk.beams else [chunk.block_ids]
         contexts = [self._context(chunk, table) for table in tables]
         step = search_step(contexts, chunk.num_generated, first.generation)
         first.sampler_state = len(step.parents)
@@ -286,6 +298,9 @@ class KvExecutor(HeldExecutor):
         outputs = []
         for chunk, count in zip(batch.chunks, counts, strict=True):
             parents, answers, taken = [], None, 0
+            if not count:
+                # a part of the launch lacked memory
+                self._write(chunk.source_block_ids, 0, [None] * len(chunk.encodes))
             while taken < count and answers is None:
                 now = chunk._replace(start=chunk.start + taken)
                 for table, tokens in self._rows(now):

@@ -52,6 +52,74 @@ def test_a_search_gets_its_answer(policy, length, source):
     bench.check_idle()
 
 
+@_both_policies
+@pytest.mark.parametrize("failure", [None, "worker"])
+def test_a_search_with_launches_begins_with_a_row_for_each_beam(policy, failure, monkeypatch):
+    steady(monkeypatch)
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
+    bench = Bench(policy=policy, launch_steps=3)
+    bench.executor.failures = [failure]
+    bench.submit([5], source=PROMPT, max_tokens=3, num_beams=4)
+
+    bench.run_all()
+
+    first = bench.executor.steps[0].chunks[0]
+    assert (first.beams, first.token_ids) == (4, (5,) * 4)
+    # its source and the prompt once, and the rows of two more steps
+    counts = bench.scheduler.snapshot()
+    assert (counts.prefill_tokens, counts.decode_tokens) == (len(PROMPT) + 1, 2 * 4)
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("launch_steps", [1, 3])
+@pytest.mark.parametrize("blocks", [9, 10])
+def test_launches_preempt_no_more_searches_than_single_steps(blocks, launch_steps, monkeypatch):
+    steady(monkeypatch)
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
+    bench = Bench(num_blocks=blocks, policy="optimistic", launch_steps=launch_steps)
+    replies = [bench.submit([5], max_tokens=3, num_beams=4, source=[7]) for _ in range(2)]
+
+    bench.run_all()
+
+    # one for each source and each beam
+    begins_with_beams = blocks == 10 and launch_steps > 1
+    assert bench.executor.steps[0].chunks[0].beams == 4 * begins_with_beams
+    assert bench.scheduler.snapshot().preemptions == (0 if blocks == 10 else 4)
+    assert [reply.end for reply in replies] == ["finished"] * 2
+    bench.check_idle()
+
+
+@_both_policies
+def test_a_search_that_takes_no_step_of_its_first_launch_begins_again(policy, monkeypatch):
+    monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
+    bench = Bench(policy=policy, launch_steps=3)
+    options = {"max_tokens": 6, "num_beams": 2, "n": 2}
+
+    # the executor chooses how many steps each search takes
+    for source in [[7, 1], [7, 2], [7, 3]] * 4:
+        replies = [bench.submit([5], **options, source=[*source, each]) for each in (1, 2)]
+        bench.run_all()
+        for each, reply in enumerate(replies, start=1):
+            assert tokens_of(reply) == expected([5], [*source, each], **options)
+
+    starts = [chunk.encodes for step in bench.executor.steps for chunk in step.chunks]
+    assert len(list(filter(None, starts))) > 2 * 12
+    bench.check_idle()
+
+
+@_both_policies
+@pytest.mark.parametrize("options", [{"max_tokens": 1}, {"max_tokens": 9}])
+def test_prompts_that_cannot_begin_with_beams_have_one_row(policy, options):
+    bench = Bench(policy=policy, launch_steps=3)
+    prompt = [5] if options["max_tokens"] == 1 else PROMPT
+    reply = bench.submit(prompt, source=PROMPT, num_beams=4, **options)
+
+    bench.run_all()
+
+    assert not bench.executor.steps[0].chunks[0].beams
+    assert tokens_of(reply) == expected(prompt, PROMPT, num_beams=4, **options)
+
+
 def test_beams_share_the_blocks_of_their_prompt_and_each_copies_the_last_one(monkeypatch):
     steady(monkeypatch)
     bench = Bench(block_size=4)
