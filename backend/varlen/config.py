@@ -485,9 +485,9 @@ class EngineConfig:
 
     # Cost measurement
     warmup_seconds: int = parameter_field(
-        3,
-        "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
-        " nothing and assumes costs.",
+        1,
+        "Longest measurement of batch costs at the first load, in seconds. With 0 nothing is measured, linear layers"
+        " neither, and costs are assumed.",
         when="Raise it for large models, whose first requests then meet exact costs. Set 0 for short tests, and on"
         " machines that are busy when a model loads.",
         lowest=0,

@@ -166,6 +166,11 @@ _OF_INT8 = (
 MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
 # a byte has two codes of 4 bits
 MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1), "multiply_codes")
+CHOOSE_CODES = Function(
+    "choose_codes",
+    "weight:fp32 scale:fp32_vector columns:ids shares:fp32 codes=int8 largest:real",
+    work_of_rows(0),
+)
 APPEND = Function(
     "append",
     "qkv:matrix slots:int64_vector keys=cache values=cache position_ids:ids cos_sin:fp32"

@@ -79,6 +79,12 @@ def largest_code(bits: int) -> int:
     return int(2 ** (bits - 1)) - 1
 
 
+def nearest_scale(weight: Tensor, outliers: Tensor, bits: int) -> Tensor:
+    """Return the scale of `nearest_codes`."""
+    largest = weight.index_fill(0, outliers, 0).abs_().amax(0)
+    return (largest / largest_code(bits)).clamp_min_(SMALLEST_SCALE)
+
+
 def nearest_codes(weight: Tensor, outliers: Tensor, bits: int = 8) -> WeightCodes:
     """Return the codes that are nearest to a weight.
 
@@ -89,8 +95,7 @@ def nearest_codes(weight: Tensor, outliers: Tensor, bits: int = 8) -> WeightCode
         outliers: `[OUTLIERS]` int64, rows of the weight that get code 0.
         bits: 8 or 4.
     """
-    largest = weight.index_fill(0, outliers, 0).abs().amax(0)
-    scale = (largest / largest_code(bits)).clamp_min(SMALLEST_SCALE)
+    scale = nearest_scale(weight, outliers, bits)
     codes = (weight / scale).round_().index_fill_(0, outliers, 0)
     return WeightCodes(scale, codes.to(torch.int8))
 

@@ -252,7 +252,7 @@ def test_what_was_cut_short_is_measured_again_only_with_more_time(
 
     costs_for(INFO, again, checkpoint, slow)
     assert again.ran == []
-    costs_for(INFO, again, checkpoint, config)
+    costs_for(INFO, again, checkpoint, replace(config, warmup_seconds=3))
     assert again.ran != []
     assert "cut short" not in lines(caplog)[-1]
 

@@ -239,7 +239,7 @@ def choose_paths(
         program, kernels, use: arguments of `measure_paths`.
         config: says where measurements are stored.
         key: cost key of whatever else decides which path is fastest.
-        seconds: most time to measure; at 0 every layer gets the default path.
+        seconds: 0 if every layer gets the default path.
         link: the ranks of the model: rank 0 measures while the others multiply too, and all get its choice.
     """
     shapes = _weights_by_shape(program)
@@ -260,8 +260,8 @@ def choose_paths(
     }
 
     def measure() -> LinearPaths:
-        with _torch_threads(threads):
-            return measure_paths(program, kernels, use=use, seconds=seconds, clock=clock)
+        with torch_threads(threads):
+            return measure_paths(program, kernels, use=use, seconds=_LONGEST, clock=clock)
 
     store = CostStore(find_cache(config.cache_folder))
     return use_paths(
@@ -362,7 +362,7 @@ def measure_paths(
         for shape, weight in plain.items()
     }
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    began, deadline = clock(), clock() + min(seconds, _LONGEST)
+    began, deadline = clock(), clock() + seconds
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
             for count in use.rows:
@@ -440,7 +440,8 @@ def compile_products(program: Program, kernels: object, rows: Iterable[int]) -> 
 
 
 @contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use a number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -14,6 +14,7 @@ import torch
 
 from varlen.costs.store import digest_of
 from varlen.errors import CheckpointError, ConfigError
+from varlen.execution.cpu.linear_paths import torch_threads
 from varlen.execution.device import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
@@ -67,8 +68,7 @@ class CalibratedModel(Protocol[_Answer]):
         served: the same programs in the dtype of what stays beside int8.
         longest: longest text, in tokens; longer ones are cut.
         most_texts: largest batch, in texts.
-        seen_tokens, measured_tokens: largest batches that calibrate and that measure quality, in tokens; their
-            intermediates and answers take memory.
+        seen_tokens, measured_tokens: largest batches that calibrate and that measure quality, in tokens.
     """
 
     name: str
@@ -86,11 +86,7 @@ class CalibratedModel(Protocol[_Answer]):
     def run(
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[_Answer]:
-        """Run prompts in one batch and yield the answers.
-
-        Args:
-            programs: its programs, or their form in int8.
-        """
+        """Yield the answers of one batch."""
 
     def compare(
         self, answers: Iterator[_Answer], expected: Iterator[_Answer], prompts: Sequence[Prompt]
@@ -105,7 +101,7 @@ def to_int8(
     bits: WeightBits = 8,
     cores: int = 0,
 ) -> tuple[Program, ...]:
-    """Return programs with the layers of a model in int8; others stay as they are.
+    """Return programs with the layers of a model in int8.
 
     Args:
         programs: programs of the model in the dtype of `model.served`, whose linear layers come first.
@@ -153,69 +149,52 @@ def calibrate(
 
     Args:
         texts: LEAST_TEXTS or more texts; every second one measures the quality.
-        on_progress: function to call after each text and each layer.
         cores: number of cores to use; 0 is torch's number of threads.
-        hashes: hash of the checkpoint's architecture, and of its weights, if they are known.
+        hashes: hashes of architecture and weights, if they are known.
     """
-    threads = torch.get_num_threads()
+    hashes = hashes or _hashes_of(model)
+    cores = cores or torch.get_num_threads()
     # each core has work of its own: threads of one product would wait for each other
-    torch.set_num_threads(1)
-    try:
-        return _calibrate(
-            model, texts, bits, on_progress, cores or threads, hashes or _hashes_of(model)
+    with torch_threads(1), torch.inference_mode():
+        known, random = _token_ids(model, texts), _random_ids(model)
+        # a tokenizer that knows few tokens of the texts leaves random ones
+        has_texts = len(known) >= LEAST_TEXTS
+        seen = _batches(model.prompts([*known[::2], *random]), model.most_texts, model.seen_tokens)
+        held_out = model.prompts(known[1::2] if has_texts else random)
+        measured = _batches(held_out, model.most_texts, model.measured_tokens)
+
+        def run(
+            stage: str,
+            programs: Sequence[Program],
+            kernels: object,
+            batches: Sequence[Sequence[Prompt]],
+        ) -> Iterator[_Answer]:
+            answers = (each for batch in batches for each in model.run(programs, kernels, batch))
+            for done, answer in enumerate(answers, 1):
+                on_progress(stage, done, sum(map(len, batches)))
+                yield answer
+
+        def run_seen(kernels: object) -> None:
+            deque(run("running texts", model.served, kernels, seen), 0)
+
+        answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
+        expected = _ahead(answers(model.programs))
+        found = calibrate_layers(
+            model.programs,
+            model.served,
+            run_seen,
+            bits,
+            on_progress,
+            batches=len(seen),
+            cores=cores,
         )
-    finally:
-        torch.set_num_threads(threads)
-
-
-@torch.inference_mode()
-def _calibrate(
-    model: CalibratedModel[_Answer],
-    texts: Sequence[str],
-    bits: WeightBits,
-    on_progress: OnProgress,
-    cores: int,
-    hashes: tuple[str, str],
-) -> Calibration:
-    # timed before other threads work
-    levels = product_of(bits).levels
-    known, random = _token_ids(model, texts), _random_ids(model)
-    # a tokenizer that knows few tokens of the texts leaves random ones
-    has_texts = len(known) >= LEAST_TEXTS
-    seen = _batches(model.prompts([*known[::2], *random]), model.most_texts, model.seen_tokens)
-    held_out = model.prompts(known[1::2] if has_texts else random)
-    measured = _batches(held_out, model.most_texts, model.measured_tokens)
-
-    def run(
-        stage: str,
-        programs: Sequence[Program],
-        kernels: object,
-        batches: Sequence[Sequence[Prompt]],
-    ) -> Iterator[_Answer]:
-        answers = (each for batch in batches for each in model.run(programs, kernels, batch))
-        for done, answer in enumerate(answers, 1):
-            on_progress(stage, done, sum(map(len, batches)))
-            yield answer
-
-    def run_seen(kernels: object) -> None:
-        deque(run("running texts", model.served, kernels, seen), 0)
-
-    answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
-    expected = _ahead(answers(model.programs))
-    found = calibrate_layers(
-        model.programs, model.served, run_seen, bits, on_progress, batches=len(seen), cores=cores
-    )
-    programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
-    quality = model.compare(answers(programs), expected, held_out)
-    return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
+        programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
+        quality = model.compare(answers(programs), expected, held_out)
+        return Calibration(*hashes, bits, product_of(bits).levels, tuple(found.values()), quality)
 
 
 def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
-    """Divide prompts into batches; a prompt with more tokens has its own.
-
-    Args:
-        texts, tokens: largest batch.
-    """
+    """Divide prompts into batches of at most `texts` and `tokens`; a longer one is alone."""
     batches: list[list[Prompt]] = []
     room = 0
     for prompt in prompts:
@@ -228,7 +207,7 @@ def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Pr
 
 
 def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
-    """Return answers; from now on, another thread makes the next one meanwhile."""
+    """Return answers; another thread makes the next one meanwhile."""
 
     @torch.inference_mode()
     def following() -> _Answer | None:
@@ -260,7 +239,7 @@ def check_int8(bits: WeightBits = 8) -> None:
 
 
 class _LoggedProgress:
-    """Logs the progress of a calibration, which takes minutes for a large model."""
+    """Logs the progress of a calibration."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _LOG_SECONDS
@@ -288,11 +267,7 @@ def _use_int8(
     programs: Sequence[Program],
     layers: Mapping[LayerKey, QuantizedLayer],
 ) -> tuple[Program, ...]:
-    """Return programs with these layers of a model, see `to_int8`.
-
-    Args:
-        layers: layers by their keys in `model.programs`.
-    """
+    """Return programs with layers by their keys in `model.programs`; see `to_int8`."""
     # a program may have a head behind the model
     pairs = zip(
         linear_weights(model.programs).items(), linear_weights(programs).items(), strict=False
@@ -308,11 +283,7 @@ def _use_int8(
 def _calibration(
     model: CalibratedModel[_Answer], cache: Path | None, bits: WeightBits, cores: int
 ) -> tuple[Calibration, str]:
-    """Return the calibration of a model, and where it comes from.
-
-    Raises:
-        CheckpointError: the stored calibration is damaged.
-    """
+    """Return the calibration of a model, and where it comes from; see `to_int8`."""
     hashes = _hashes_of(model)
     if stored := _stored(model, hashes, bits):
         return stored, "stored with the checkpoint"
@@ -347,42 +318,25 @@ def _cached(cache: CacheFolder, name: str) -> Calibration | None:
 def _stored(
     model: CalibratedModel[_Answer], hashes: tuple[str, str], bits: WeightBits
 ) -> Calibration | None:
-    """Return the calibration stored with a checkpoint, or None if none fits.
-
-    Args:
-        hashes: its architecture and its weights.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    name, levels = file_name(bits), product_of(bits).levels
+    """Return the calibration stored with a checkpoint, or None if none fits; see `to_int8`."""
+    name = file_name(bits)
     if not has_file(model.checkpoint.folder, name):
         return None
     path = locate_weights(model.checkpoint.folder, name)
     stored = Calibration.load(path.parent, path.name)
     if stored is None:
         return None
-    if (stored.checkpoint, stored.weights) != hashes:
-        _log.warning("the stored calibration is of another checkpoint or task; measuring it again")
-        return None
-    if stored.levels != levels:
-        _log.info(
-            "the stored calibration is of a CPU with activations from 0 to %d, this one needs %d;"
-            " measuring it again",
-            stored.levels,
-            levels,
+    key = (*hashes, product_of(bits).levels)
+    if (stored.checkpoint, stored.weights, stored.levels) != key or not _fits(stored, model, bits):
+        _log.warning(
+            "the stored calibration is of another checkpoint, task or CPU; measuring it again"
         )
         return None
-    if not _fits(stored, model, bits):
-        raise CheckpointError(
-            f"{name} does not fit the checkpoint's layers; remove it, or write it again with"
-            " `varlen quantize`"
-        )
     return stored
 
 
 def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: WeightBits) -> bool:
-    """Return whether a calibration has the layers of a model, and no columns beyond."""
+    """Return whether a calibration has the layers of a model."""
     weights = linear_weights(model.programs).values()
     if calibration.bits != bits or len(calibration.layers) != len(weights):
         return False

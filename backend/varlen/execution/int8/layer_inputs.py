@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -68,16 +69,17 @@ from varlen.request.request import (
 )
 from varlen.scheduling.batch import Chunk, GeneratedSequence, unanswered_sequences
 from varlen_kernels import cpu
+from varlen_kernels.cpu import every_op
+from varlen_kernels.cpu.calls.calls import run_function
+from varlen_kernels.functions import CHOOSE_CODES
 from varlen_kernels.reference.linear_int8 import (
     OUTLIERS,
     SMALLEST_SCALE,
     WeightCodes,
     largest_code,
-    nearest_codes,
+    nearest_scale,
 )
 
-# Gets weight, input, bias and output of a layer.
-Observe = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 # Runs the model with these kernels.
 Run = Callable[[object], None]
 # Gets a stage of the work, and how much of it is done, of how much in all.
@@ -91,8 +93,6 @@ _TOGETHER = 512
 _ERROR_ROWS = 512
 # Part of the mean of the gram matrix's diagonal, added to the diagonal: inputs of calibration are a sample.
 _DAMPING = 0.01
-# Fewer columns of the input are corrected one by one, and halves of more in one product.
-_BLOCK = 16
 # Output features at a time, which bounds the memory.
 _FEATURES = 4096
 # Candidates for the scale of codes of 4 bits, by the scale of the nearest codes: smaller ones cut the largest weights.
@@ -118,29 +118,8 @@ _BLOCKS = _LONGEST // _BLOCK_TOKENS
 _OPTIONS = RequestOptions(generation=GenerationOptions())
 
 
-class ObservingKernels:
-    """Ops of CPUs that show what linear layers read and write."""
-
-    def __init__(self, observe: Observe) -> None:
-        self._observe = observe
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(cpu, name)
-
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
-    ) -> Tensor:
-        result: Tensor = cpu.linear(x, weight, bias, out=out)
-        self._observe(weight, x, bias, result)
-        return result
-
-
 class _Layer:
-    """A linear layer while its inputs are observed.
-
-    Attributes:
-        left: number of inputs that follow.
-    """
+    """A linear layer while its inputs are observed; `left` inputs follow."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, inputs: int) -> None:
         self.left = inputs
@@ -156,8 +135,8 @@ class _Layer:
 
     def add(self, x: Tensor) -> None:
         """Add an input to the sums of products of two columns, in fp32."""
-        x = x.float()
         self._largest = torch.maximum(self._largest, x.abs().amax(0))
+        x = x.float()
         parts = x.tensor_split(-(-x.shape[1] // _TOGETHER), 1)
         self._grams = self._grams or [x.new_zeros(part.shape[1], part.shape[1]) for part in parts]
         for gram, part in zip(self._grams, parts, strict=True):
@@ -203,10 +182,8 @@ def calibrate_layers(
     A layer gets the inputs that it has without int8, so errors of earlier layers do not count.
 
     Args:
-        programs: programs in fp32 on the CPU, whose weights get codes.
-        served: the same programs in the dtype of what stays beside int8.
+        programs, served: see `CalibratedModel`; weights in fp32 get codes.
         run: runs `served` over texts.
-        on_progress: function to call for each layer.
         batches: number of batches of the texts.
         cores: number of threads that choose codes.
     """
@@ -216,36 +193,35 @@ def calibrate_layers(
     free, found = Semaphore(cores), dict[LayerKey, Future[LayerCalibration]]()
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as threads:
 
-        def observe(weight: Tensor, x: Tensor, bias: Tensor | None, exact: Tensor) -> None:
+        def linear(
+            x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+        ) -> Tensor:
+            result: Tensor = cpu.linear(x, weight, bias, out=out)
             key = layer_key(weight, bias)
-            layer = layers.get(key)
-            if layer is None:
-                return
-            layer.keep_rows(x, exact)
-            layer.left -= 1
-            if layer.left:
-                layer.add(x)
-                return
-            # which bounds the memory of inputs
-            free.acquire()
-            found[key] = threads.submit(layer.calibrate, x.clone(), bits)
-            found[key].add_done_callback(lambda _: free.release())
-            del layers[key]
-            on_progress("choosing codes of layers", len(found), len(weights))
+            if (layer := layers.get(key)) is not None:
+                layer.keep_rows(x, result)
+                layer.left -= 1
+                if layer.left:
+                    layer.add(x)
+                else:
+                    # which bounds the memory of inputs
+                    free.acquire()
+                    found[key] = threads.submit(layer.calibrate, x.clone(), bits)
+                    found[key].add_done_callback(lambda _: free.release())
+                    del layers[key]
+                    on_progress("choosing codes of layers", len(found), len(weights))
+            return result
 
+        kernels = SimpleNamespace(**{**vars(every_op), "linear": linear})
         columns = {key: len(weight) for key, (_, (weight, _)) in weights.items()}
         for group in _groups(columns) if batches > 1 else [[*weights]]:
             layers = {key: _Layer(*weights[key][1], batches * uses[key]) for key in group}
-            run(ObservingKernels(observe))
+            run(kernels)
         return {exact: found[key].result() for key, (exact, _) in weights.items()}
 
 
 def _groups(columns: Mapping[LayerKey, int]) -> list[list[LayerKey]]:
-    """Divide layers into groups whose sums of products fit into memory.
-
-    Args:
-        columns: number of columns of each layer's input.
-    """
+    """Divide layers, by columns of their inputs, into groups whose sums fit into memory."""
     groups: list[list[LayerKey]] = []
     room = 0
     for key, number in columns.items():
@@ -266,11 +242,12 @@ def rounded_codes(
     Args:
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, columns of the input that get no codes.
-        grams: sums over tokens of the products of two columns of the input: a matrix for each part of the columns,
-            whose errors are corrected together. Columns whose sums are not finite get the nearest codes.
+        grams: gram matrix of each part of the columns of the input, whose errors are corrected together. Columns of one
+            that is not finite get the nearest codes.
     """
     is_kept = torch.ones(len(weight), dtype=torch.bool).index_fill(0, outliers, value=False)
-    scale, codes = nearest_codes(weight, outliers, bits)
+    scale = nearest_scale(weight, outliers, bits)
+    codes = torch.zeros(weight.shape[::-1], dtype=torch.int8)
     if bits == 4:
         # too few for the largest weights of a feature and for the others
         sizes = torch.cat([gram.diagonal() for gram in grams]) * is_kept
@@ -280,13 +257,14 @@ def rounded_codes(
     for gram in grams:
         columns = is_kept[first : first + len(gram)].nonzero()[:, 0]
         columns = columns[gram.diagonal()[columns].argsort(descending=True)]
-        feedback = _feedback(gram, columns)
-        if feedback is not None:
-            columns += first
-            for part in _features(weight):
-                codes[columns, part] = _codes(weight[columns, part], scale[part], feedback, bits)
+        shares = _shares(gram, columns)
+        run_function(
+            CHOOSE_CODES,
+            (weight.t(), scale, (columns + first).int(), shares, codes),
+            (largest_code(bits),),
+        )
         first += len(gram)
-    return WeightCodes(scale, codes)
+    return WeightCodes(scale, codes.t())
 
 
 def stored_codes(weight: Tensor, outliers: Tensor, bits: WeightBits = 8) -> WeightCodes | None:
@@ -341,62 +319,23 @@ def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) 
     return torch.stack(candidates).gather(0, best)[0]
 
 
-def _feedback(gram: Tensor, columns: Tensor) -> Tensor | None:
-    """Return the share of a column's error that each later column corrects.
+def _shares(gram: Tensor, columns: Tensor) -> Tensor:
+    """Return the share of each earlier column's error that a column corrects, `[columns, columns]` fp32.
 
-    The gram matrix is U D U' with a diagonal D and this upper triangle U, whose diagonal is 1.
-
-    Args:
-        columns: order of its columns.
-
-    Returns:
-        `[columns, columns]` fp32; None if the gram matrix is not finite.
+    The gram matrix, its columns in this order, is U D U' with a diagonal D and an upper triangle U of diagonal 1. This
+    is U', or 0 if it is not finite.
     """
-    mean = gram.diagonal()[columns].double().mean()
     # from the last column to the first, the lower triangle becomes the upper one
     backwards = columns.flip(0)
-    gram = gram[backwards][:, backwards].double()
-    gram.diagonal().add_(_DAMPING * mean + torch.finfo(torch.float32).tiny)
+    gram = gram[backwards][:, backwards]
+    # eigenvalues are at most 100 * columns times the smallest one, which fp32 holds
+    gram.diagonal().add_(_DAMPING * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
     lower, failed = torch.linalg.cholesky_ex(gram)
-    return None if failed else lower.div_(lower.diagonal().clone()).float().flip(0, 1)
-
-
-def _codes(weight: Tensor, scale: Tensor, feedback: Tensor, bits: WeightBits) -> Tensor:
-    """Return the codes of a weight, column of the input by column.
-
-    Args:
-        weight: `[hidden, features]` fp32.
-        scale: `[features]` fp32.
-        feedback: `[hidden, hidden]` fp32.
-    """
-    exact = weight / scale
-    codes = torch.empty_like(exact)
-    _choose(exact.clone(), exact, codes, feedback, largest_code(bits))
-    return codes.to(torch.int8)
-
-
-def _choose(goals: Tensor, exact: Tensor, codes: Tensor, feedback: Tensor, largest: int) -> None:
-    """Choose codes of columns; each goal becomes the error of its code.
-
-    Args:
-        goals, exact: `[hidden, features]` fp32, in steps of a code.
-    """
-    half = len(goals) // 2
-    if half >= _BLOCK:
-        _choose(goals[:half], exact[:half], codes[:half], feedback[:half, :half], largest)
-        goals[half:].addmm_(feedback[:half, half:].t(), goals[:half])
-        _choose(goals[half:], exact[half:], codes[half:], feedback[half:, half:], largest)
-        return
-    rows = zip(goals, exact, codes, feedback, strict=True)
-    # results go where they stay: a call of torch takes as long as its work
-    for after, (goal, weight, code, shares) in enumerate(rows, 1):
-        torch.round(goal, out=code).clamp_(-largest, largest)
-        torch.sub(weight, code, out=goal)
-        goals[after:].addr_(shares[after:], goal)
+    return torch.zeros_like(gram) if failed else lower.div_(lower.diagonal().clone()).flip(0, 1).t()
 
 
 def calibration_kv(dtype: torch.dtype) -> KvSize:
-    """Return the size of KV caches that hold the texts of a step."""
+    """Return KV caches for the texts of a step."""
     return KvSize(2 * _BLOCKS * _TEXTS_TOGETHER, _BLOCK_TOKENS, 0, dtype)
 
 
@@ -416,11 +355,7 @@ class CalibratedDecoder:
     def __init__(
         self, record: Callable[[torch.dtype], tuple[Program, ...]], checkpoint: Checkpoint
     ) -> None:
-        """Record the programs of a model.
-
-        Args:
-            record: returns programs of `record_steps` on the CPU, with `calibration_kv`.
-        """
+        """Record the programs of `record_steps` on the CPU, with `calibration_kv`."""
         self.programs, self.served = _in_both(record)
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
@@ -523,12 +458,7 @@ def _cut(target: Int32Array, eos: Sequence[int]) -> Int32Array:
 def _chunk(
     prompt: Prompt, start: int, token_ids: Int32Array, place: int, *, encodes: bool
 ) -> Chunk:
-    """Return tokens of a prompt as a chunk.
-
-    Args:
-        place: number of the prompt in the step.
-        encodes: whether its source is encoded before.
-    """
+    """Return tokens of the prompt at a place of a step as a chunk."""
     (sequence,) = unanswered_sequences(Request((prompt,), _OPTIONS))
     assert isinstance(sequence, GeneratedSequence)
     blocks = range(2 * _BLOCKS * place, 2 * _BLOCKS * (place + 1))
@@ -550,11 +480,7 @@ class CalibratedEncoder:
     measured_tokens = 2048
 
     def __init__(self, load: Callable[[torch.dtype], EncoderModel], checkpoint: Checkpoint) -> None:
-        """Record the encoder.
-
-        Args:
-            load: returns the encoder on the CPU.
-        """
+        """Record the encoder, which `load` returns on the CPU."""
         self.checkpoint = checkpoint
         self.longest = checkpoint.max_sequence_tokens
 

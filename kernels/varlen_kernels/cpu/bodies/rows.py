@@ -1,4 +1,4 @@
-"""Rows of tables, activations, norms, rotary positions, and vectors of sequences, in compiled code.
+"""Rows of tables, activations, norms, rotations, pooled vectors, and codes of weights, in compiled code.
 
 Source of RMS norms: Zhang, Sennrich 2019, arXiv:1910.07467.
 """
@@ -14,14 +14,33 @@ from varlen_kernels.cpu.bodies.epilogues import (
     store_within,
     tanh,
 )
-from varlen_kernels.cpu.native.lanes import largest_of, maximum, multiply_add, splat, sum_of
-from varlen_kernels.cpu.native.native import inlined, inlined_body
+from varlen_kernels.cpu.native.lanes import (
+    largest_of,
+    load,
+    maximum,
+    minimum,
+    multiply_add,
+    splat,
+    store,
+    sum_of,
+)
+from varlen_kernels.cpu.native.native import (
+    fp32_matrix,
+    free_memory,
+    inlined,
+    inlined_body,
+    new_memory,
+)
 from varlen_kernels.cpu.native.target_cpu import LANES
 from varlen_kernels.functions import NO_ACTIVATION, POOLINGS
 from varlen_kernels.vector_ops import HUGE, NORM_FLOOR, SCALE_OF_HUGE
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _CLS, _LAST, _MAX, _SUM, _MEAN, _MEAN_SQRT, _WEIGHTED_MEAN = range(len(POOLINGS))
+# Added and subtracted again, it leaves the nearest whole number.
+_ROUNDS = np.float32(1.5 * 2**23)
+# Features whose codes are chosen together.
+_TILE = 4 * LANES
 _HUGE, _SCALE_OF_HUGE, _FLOOR = np.float32(HUGE), np.float32(SCALE_OF_HUGE), np.float32(NORM_FLOOR)
 
 
@@ -288,4 +307,54 @@ def pool(
             store_within(out, sequence, column, total / splat(divisor))
         if normalize.shape[0] and normalize[sequence]:
             _divide_by_length(out, sequence)
+    return 0
+
+
+@inlined_body
+def choose_codes(
+    first,
+    last,
+    weight,  # [features, hidden]
+    scale,
+    columns,  # in the order in which they get codes
+    shares,  # [columns, columns], of the errors of columns before a row
+    largest,
+    codes,  # [features, hidden]
+):
+    """Write the codes of some features."""
+    count, low, high = columns.shape[0], splat(-largest), splat(largest)
+    memory = new_memory(4 * (count + 2) * _TILE)
+    if memory == 0:
+        return 1
+    # in steps of a code; then the codes of a column, and the scale
+    errors = fp32_matrix(memory, count + 2, _TILE)
+    for begin in range(first, last, _TILE):
+        end = min(_TILE, last - begin)
+        for i in range(_TILE):
+            errors[count + 1, i] = scale[begin + i] if i < end else _ONE
+        for place in range(count):
+            column = np.int64(columns[place])
+            for i in range(_TILE):
+                errors[place, i] = weight[begin + i, column] if i < end else _ZERO
+            # four sums do not wait for each other
+            a = b = c = d = splat(_ZERO)
+            for before in range(place):
+                share = splat(shares[place, before])
+                a = multiply_add(share, load(errors, before, 0), a)
+                b = multiply_add(share, load(errors, before, LANES), b)
+                c = multiply_add(share, load(errors, before, 2 * LANES), c)
+                d = multiply_add(share, load(errors, before, 3 * LANES), d)
+            store(errors, count, 0, a)
+            store(errors, count, LANES, b)
+            store(errors, count, 2 * LANES, c)
+            store(errors, count, 3 * LANES, d)
+            for i in range(0, _TILE, LANES):
+                exact = load(errors, place, i) / load(errors, count + 1, i)
+                goal = minimum(maximum(exact + load(errors, count, i), low), high)
+                code = goal + splat(_ROUNDS) - splat(_ROUNDS)
+                store(errors, count, i, code)
+                store(errors, place, i, exact - code)
+            for i in range(end):
+                codes[begin + i, column] = np.int8(errors[count, i])
+    free_memory(memory)
     return 0

@@ -10,6 +10,8 @@ from varlen.execution.int8.calibration import linear_weights
 from varlen.execution.int8.layer_inputs import calibrate_layers, rounded_codes, stored_codes
 from varlen.program.recorder import Recorder
 from varlen_kernels import cpu
+from varlen_kernels.cpu.calls.calls import run_function
+from varlen_kernels.functions import CHOOSE_CODES
 from varlen_kernels.reference.linear_int8 import OUTLIERS, WeightCodes, nearest_codes
 
 
@@ -67,7 +69,10 @@ def test_codes_of_blocks_are_those_of_single_columns(numbers, bits, largest, hid
     shares = torch.randint(-4, 5, (hidden, hidden), generator=numbers) / 16
     feedback = shares.triu(1) + torch.eye(hidden)
 
-    codes = layer_inputs._codes(weight, scale, feedback, bits)
+    codes, columns = torch.empty(features, hidden, dtype=torch.int8), torch.arange(hidden)
+    tensors = (weight.t(), scale, columns.int(), feedback.t(), codes)
+    run_function(CHOOSE_CODES, tensors, (largest,))
+    codes = codes.t()
 
     assert torch.equal(codes, codes_by_column(weight, scale, feedback, largest))
     if hidden > 1:
