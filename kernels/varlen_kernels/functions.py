@@ -159,10 +159,12 @@ POOL, FIRST_TOKENS = (
 )
 TANH = Function("tanh", "x:matrix limit:real out=matrix", work_of_rows(-1), "stretched_tanh")
 WIDEN = Function("widen", "x:matrix out=fp32", work_of_rows(-1))
-_OF_INT8 = (
-    "x:matrix panels:{} scale:fp32_row fp32_rows:fp32 outliers:int64_vector out=matrix levels:whole"
-    " kind:whole"
+QUANTIZE_ROWS = Function(
+    "quantize_rows",
+    "x:matrix outliers:int64_vector codes=uint8 factors=fp32 levels:whole",
+    work_of_rows(0),
 )
+_OF_INT8 = "factors:fp32 panels:{} codes:uint8 scale:fp32_row fp32_rows:fp32 out=matrix kind:whole"
 MULTIPLY_INT8 = Function("multiply_int8", _OF_INT8.format("int8"), _panels(2), "multiply_codes")
 # a byte has two codes of 4 bits
 MULTIPLY_INT4 = Function("multiply_int4", _OF_INT8.format("uint8"), _panels(1), "multiply_codes")

@@ -127,7 +127,6 @@ class Function:
     the bits of a double.
 
     Attributes:
-        kinds: the kind of each argument.
         tensors, constants: names of the arguments in memory.
         written: numbers of the tensors that it writes.
         pack: returns its arguments as they lie in memory, given the numbers of its tensors, then its constants.
@@ -264,7 +263,7 @@ class Op:
         forms: "cpu" and "fused" where these devices have a form of their own; others run the specification.
         calls: the compiled functions that run it on a CPU, one after another.
         in_place: number of the operand that may be `out`, for each result.
-        results: names of its results.
+        scratch: the number of results, the last ones, that only its functions read.
         runs: whether the functions are faster than the specification; None if they always are.
         check: raises an exception for wrong arguments; without it the functions need no check.
     """
@@ -278,6 +277,7 @@ class Op:
         name: str = "",
         in_place: Sequence[int] = (),
         results: str = "out",
+        scratch: int = 0,
         runs: Runs | None = None,
         check: Callable[..., object] | None = None,
     ) -> None:
@@ -289,6 +289,7 @@ class Op:
         self.specification, self.name = specification, name or specification.__name__
         self.forms, self.calls, self.in_place = frozenset(forms.split()), calls, tuple(in_place)
         self.results, self.runs, self.check = tuple(results.split()), runs, check
+        self.scratch = scratch
         self.result = result
         given = signature(specification).parameters.values()
         parameters = [p for p in given if p.name != "out" or p.kind != Parameter.KEYWORD_ONLY]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from varlen_kernels import functions, reference
 from varlen_kernels.functions import ACTIVATIONS, NO_ACTIVATION, POOLINGS
-from varlen_kernels.op import Arguments, Call, Function, Op, Results, Runs
-from varlen_kernels.reference.linear_int8 import linear_int8, linear_int8_activate
+from varlen_kernels.op import Arguments, Function, Op, Results, Runs
+from varlen_kernels.reference.linear_int8 import FACTORS, linear_int8, linear_int8_activate
 from varlen_kernels.reference.logit_edits import check_edits
 from varlen_kernels.reference.paged import check_copies
 from varlen_kernels.reference.sampling import check_sampling
@@ -51,8 +51,20 @@ def _panel_product(a: Arguments) -> Results:
     return [((a["x"].shape[0], a["weight"].features), a["x"].dtype)]
 
 
+# A tile of rows may go on past the last one by as many, and products read whole tiles of codes. Rows are no multiple of
+# 4 KiB apart, where the first-level cache has no room for a tile of them.
+_MORE_ROWS, _MORE_CODES = 5, 64
+
+
 def _int8_product(a: Arguments) -> Results:
-    return [((a["x"].shape[0], a["layer"].scale.shape[0]), a["x"].dtype)]
+    x, features = a["x"], a["layer"].scale.shape[0]
+    tokens, hidden = x.shape
+    columns = (-(-hidden // _MORE_CODES) | 1) * _MORE_CODES
+    return [
+        ((tokens, features), x.dtype),
+        ((tokens + _MORE_ROWS, columns), torch.uint8),
+        ((tokens, FACTORS), torch.float32),
+    ]
 
 
 def _gated(a: Arguments) -> Results:
@@ -171,9 +183,14 @@ def _fields(operand: str, names: str, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: f"{operand}.{name}" for name in names.split()}
 
 
-def _layer(function: Function, kind: Any) -> Call:
-    given = _fields("layer", "scale fp32_rows outliers levels")
-    return function.of(panels="layer.codes", kind=kind, **given)
+def _int8_op(
+    specification: Callable[..., torch.Tensor], function: Function, kind: Any, name: str
+) -> Op:
+    """Return a layer that makes codes of its rows and multiplies them."""
+    quantize = functions.QUANTIZE_ROWS.of(**_fields("layer", "outliers levels"))
+    multiply = function.of(panels="layer.codes", kind=kind, **_fields("layer", "scale fp32_rows"))
+    calls, results = (quantize, multiply), "out codes factors"
+    return Op(specification, _int8_product, "cpu", *calls, name=name, results=results, scratch=2)
 
 
 _ROWS = (
@@ -255,17 +272,14 @@ _ROWS = (
         name="linear_blocks",
     ),
     *(
-        Op(linear_int8, _int8_product, "cpu", _layer(function, NO_ACTIVATION), name=name)
+        _int8_op(specification, function, kind, name + suffix)
         for name, function in (
             ("linear_int8_panels", functions.MULTIPLY_INT8),
             ("linear_int4_panels", functions.MULTIPLY_INT4),
         )
-    ),
-    *(
-        Op(linear_int8_activate, _int8_product, "cpu", _layer(function, _kind), name=name)
-        for name, function in (
-            ("linear_int8_panels_activate", functions.MULTIPLY_INT8),
-            ("linear_int4_panels_activate", functions.MULTIPLY_INT4),
+        for specification, kind, suffix in (
+            (linear_int8, NO_ACTIVATION, ""),
+            (linear_int8_activate, _kind, "_activate"),
         )
     ),
     Op(reference.linear_groups, _of_groups, "fused"),

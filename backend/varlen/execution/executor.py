@@ -8,10 +8,9 @@ beams are chosen from its logits alone is launched as a whole, and the next one 
 tokens. Where the host takes part in the choice, for a grammar or log probabilities, it needs the tokens before, so the
 next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
 
-A kernel that never ends cannot be stopped, and the thread that waits for it waits forever. So there is a limit on the
-time in which a GPU has to end a batch (`with_timeout`): then the batches in flight fail as on a lost GPU, which stops
-the model. Only a fresh process can use the GPU again, which a reload starts. docs/decisions/0037-hung-gpu.md has the
-reasons.
+A kernel that never ends cannot be stopped. So there is a limit on the time in which a GPU has to end a batch
+(`with_timeout`): then the batches in flight fail as on a lost GPU, which stops the model until a reload.
+docs/decisions/0037-hung-gpu.md has the reasons.
 """
 
 from __future__ import annotations

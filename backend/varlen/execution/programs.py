@@ -69,7 +69,6 @@ class LoadedPrograms:
         programs: the encoder with its head, and the encoder of labels, if there is one; the encoder and then the head
             of each of several tasks; or the step of the decoder and the encoder of its sources, if there is one.
         vocab_size, type_vocab_size: ids below these are valid.
-        weight_bytes: memory of the weights, in bytes.
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
         parts: the part of each stage of each program; empty without stages.

@@ -135,7 +135,6 @@ class Usage:
     Attributes:
         name: name of the first of these results.
         first_op, last_op: the op that writes it first, and the last that reads or writes it; inclusive.
-        size: number of bytes.
     """
 
     name: str
@@ -152,7 +151,6 @@ class Buffer:
 
     Attributes:
         usages: usage records in order of time.
-        size: bytes of each.
     """
 
     usages: tuple[Usage, ...]

@@ -15,11 +15,7 @@ from varlen.program.program import Op, Program, Value
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The place of a process in a pipeline.
-
-    Attributes:
-        number: its number, from 0.
-    """
+    """The place of a process in a pipeline."""
 
     number: int = 0
     count: int = 1

@@ -226,11 +226,7 @@ DEFAULT_TOP_K = 5
 
 @dataclass(frozen=True, slots=True)
 class FilledToken:
-    """A token that may take the place of a mask.
-
-    Attributes:
-        score: its probability.
-    """
+    """A token that may take the place of a mask."""
 
     token_id: int
     text: str

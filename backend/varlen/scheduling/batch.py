@@ -103,11 +103,7 @@ def unanswered_sequences(request: Request) -> tuple[SequenceState, ...]:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One prompt of a request and its state.
-
-    Attributes:
-        row: its row in the answer.
-    """
+    """One prompt of a request and its state."""
 
     request: RequestState
     row: int

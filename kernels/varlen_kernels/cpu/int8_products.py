@@ -14,7 +14,6 @@ class Int8Product:
     """A linear layer in int8 on this CPU.
 
     Attributes:
-        kernel: name of the op.
         levels: largest code of a token that never saturates.
     """
 

@@ -94,7 +94,6 @@ def local_ids(token_ids: Tensor, *, first: int, count: int, out: Tensor | None =
     Args:
         token_ids: `[tokens]` int32.
         first: the first token of the part.
-        count: number of its tokens.
         out: `[tokens]` int32.
     """
     out = torch.empty_like(token_ids) if out is None else out

@@ -8,9 +8,8 @@ Sequences with one new token have a kernel of their own: all of a decode step, a
 may be long. The work is to read the keys and values, so the context of each token is divided into splits, and many
 programs read at the same time. One program owns one token, one key head and one split; it writes the maximum score, the
 sum of the weights and the weighted sum of the values. The program that finishes last of a token and key head merges the
-splits, in the order of the splits, so the result does not depend on which one it is. A context of one split is written
-at once. The number of splits follows from the shapes of the batch and the device (`splits`): one CUDA graph serves
-every batch whose contexts fit into its block tables.
+splits in their order, so the result does not depend on which one it is. The number of splits follows from the shapes of
+the batch and the device (`splits`): one CUDA graph serves every batch whose contexts fit into its block tables.
 
 Programs count their arrivals in memory that holds 0 between launches. A program stores its results, passes a barrier,
 and adds 1 with release and acquire semantics for the whole GPU: its stores come before its arrival, and the last one
@@ -576,7 +575,6 @@ def decode_splits(
     Args:
         rows: tokens.
         longest: keys of the longest context.
-        dtype: dtype of the caches.
         window: see `reference.attention_paged`.
     """
     key = (head_dim, num_heads // num_kv_heads, dtype)
@@ -598,11 +596,7 @@ def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[La
 
 
 def resident_programs(head_dim: int, dtype: torch.dtype, launch: Launch) -> int:
-    """Return the number of programs that a multiprocessor holds at least.
-
-    Args:
-        dtype: dtype of the caches.
-    """
+    """Return the number of programs that a multiprocessor holds at least."""
     block_n, num_warps, num_stages = (launch[name] for name in _TILE_NAMES)
     return _tiles_of(head_dim, dtype)[block_n, num_warps, num_stages]
 

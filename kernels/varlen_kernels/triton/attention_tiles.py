@@ -1,16 +1,14 @@
 """Tiles of attention: the sequence and the queries that a program computes.
 
-The tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has enough tiles for its length, and at
-most one more. So the number of tiles follows from the shapes of the batch: the host needs no sequence length, and one
-CUDA graph serves every batch of the same shapes.
+The tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has enough tiles, and at most one more. So
+their number follows from the shapes of the batch, and one CUDA graph serves every batch of the same shapes.
 
 A program finds its sequence itself by `find_tile`, or reads it from the table that `attention_tiles` computes once for
 all layers of a forward pass.
 
-Paged attention always reads the table of `paged_tiles`, whose form follows from the shapes of the step. In a decode
-step, with at most as many tokens as sequences, a tile is one token. In other steps one more row for each sequence
-follows the tiles. Sequences with one new token are computed by those rows, in splits, and the other sequences by the
-first ones.
+Paged attention reads the table of `paged_tiles`. In a decode step, with at most as many tokens as sequences, a tile is
+one token. In other steps one more row for each sequence follows the tiles; those rows compute sequences with one new
+token, in splits.
 """
 
 from collections.abc import Sequence

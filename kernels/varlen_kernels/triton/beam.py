@@ -1,8 +1,8 @@
 """One step of beam search in two kernels: the best continuations of each sequence.
 
-Both kernels work alike, without a sort. Entries are in groups, and only the best entry of each group is known.
-There is one round per candidate: the best of these is the best of all. It is selected, and its group is searched for
-the next entry. This gives the exact best candidates in order. The order is total, so every run gives the same result.
+Both kernels work alike, without a sort. Entries are in groups, and only the best entry of each group is known. There
+is one round per candidate: the best of these is selected, and its group is searched for the next entry. The order is
+total, so every run gives the same result.
 In the first kernel the groups are parts of a chunk, which is a part of a row; the pass that finds the best entry of
 each group also sums exp. In the second kernel the groups are the beams of a sequence, and the entries are the results
 of the first.

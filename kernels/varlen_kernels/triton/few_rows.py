@@ -12,7 +12,7 @@ Weights may be codes of 8 bits with a scale for each feature. They become number
 behind the product, on tensor cores for one row too. They have no other kernel: of more rows, programs own parts.
 
 Weights depend on no kernel before. So they are requested before the wait of a dependent launch, into registers or the
-L2 cache, and everything else after it: they arrive while the kernel before ends.
+L2 cache, and everything else after it.
 """
 
 from typing import Any

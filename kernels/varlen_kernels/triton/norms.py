@@ -1,10 +1,8 @@
 """Layer norm, RMS norm, norms of heads, rotary positions and embeddings, each in one pass.
 
 One program owns ROWS tokens. Each token is in the registers of one warp if it is short enough, see rows.py. Mean and
-variance are two sums over registers, so no element is read twice and nothing cancels in the variance. An RMS norm has
-no mean and no bias. A row of a query or key head is one head of one token, in the row of queries, keys and values.
-Embeddings read the ids of tokens and positions, load one row of each table, sum and normalise them. Without a norm, a
-program owns BLOCK features of its tokens. The kernels do not check ids: they are checked when a request arrives.
+variance are two sums over registers, so nothing cancels in the variance. Without a norm, a program of an embedding owns
+BLOCK features of its tokens. Ids are not checked: they are when a request arrives.
 Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:1910.07467; Su et al. 2021,
 arXiv:2104.09864 (rotary positions); Devlin et al. 2019, arXiv:1810.04805, section 3 (embeddings).
 """

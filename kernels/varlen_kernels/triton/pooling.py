@@ -3,8 +3,7 @@
 A product with a vocabulary is pooled slice by slice of the terms.
 
 A program owns BLOCK features of one sequence, or of a part of it, and reads ROWS tokens at a time. It owns all features
-if the vector is normalised, because the norm needs them. Every mode but the maximum is a sum: the first or last token
-is the sum of a sequence of one token.
+if the vector is normalised. Every mode but the maximum is a sum: the first token is a sequence of one token.
 
 If sequences are long on average, one kernel pools parts of each, and a second one merges them: each read of ROWS tokens
 waits for memory, so one program would take long for a long sequence. The parts of a sequence depend only on its length,
@@ -146,7 +145,6 @@ def candidate_launches(
     """Return the candidate launches for rows of this width; the first is the default.
 
     Args:
-        dtype: dtype of the tokens.
         whole_rows: whether a program owns all features.
     """
     padded = triton.next_power_of_2(hidden)

@@ -21,7 +21,11 @@ from varlen_kernels.reference.linear_int8 import (
     quantize_weight,
 )
 
-SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200), (17, 384, 70)]
+# The last ones fill tiles of AMX: an odd number of them, more rows than tokens, and blocks that share a panel.
+SHAPES = [
+    *[(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200), (17, 384, 70)],
+    *[(33, 128, 64), (81, 64, 70), (426, 64, 130)],
+]
 LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
 PANELS = Int8Product("linear_int8_panels", panel_levels())
 EPS = torch.finfo(torch.float32).eps

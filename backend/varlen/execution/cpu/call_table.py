@@ -74,7 +74,6 @@ class CallTable:
         addresses: flat indices of addresses in it, and for each the number of its tensor.
         sizes: flat indices of numbers of rows in it, and for each the number of its size.
         kinds: kinds of calls, one of each.
-        kind_of: number of the kind of each row.
     """
 
     def __init__(
@@ -149,9 +148,6 @@ class TableRunner:
     """Runs batches of whole sequences by one table of calls: a `ProgramRunner`.
 
     Not for two threads at once.
-
-    Attributes:
-        memory: memory of intermediates.
     """
 
     longest_first, runs_at_launch = False, True

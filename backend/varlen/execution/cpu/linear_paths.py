@@ -2,9 +2,8 @@
 
 A path is an op that multiplies, with the layout of its weights. Which one is fastest depends on the processor, the
 dtype and the layer's shape. docs/decisions/0022-linear-layers-by-measurement.md has measurements.
-Some ops also run the activation behind a layer. Packed weights are in large pages: a step of generation reads all of
-them once, and in pages of 4 KiB a core searches the page table all the time, and its prefetcher stops at the end of
-each page. docs/decisions/0054-compiled-steps.md has measurements.
+Some ops also run the activation behind a layer. Packed weights are in large pages;
+docs/decisions/0054-compiled-steps.md has the reasons.
 """
 
 from __future__ import annotations
@@ -50,8 +49,12 @@ def fuse_layers(program: Program) -> Program:
         layer = layers.get(op.operands[0])
         if layer is not None:
             # the activation adds no bias: the layer has
-            fused = replace(op, kernel=_FUSED[layer.kernel], operands=layer.operands, in_place=())
-            ops.append(fused)
+            results = (*op.results, *layer.results[1:])
+            ops.append(
+                replace(
+                    layer, kernel=_FUSED[layer.kernel], results=results, attributes=op.attributes
+                )
+            )
         elif _is_fused(op, readers, program.outputs):
             layers[op.results[0]] = op
         else:
@@ -206,8 +209,8 @@ class LayerUse:
 
 
 BATCHES = LayerUse((32, 96, 384), 1.03)
-# In steps of generation another path costs more than its own time: its library has threads of its own, which spin
-# beside the threads of compiled steps. docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+# In steps of generation threads of another library spin beside ours;
+# docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
 STEPS = LayerUse((1, 8, 32, 128), 1.5)
 
 

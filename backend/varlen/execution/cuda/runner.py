@@ -1,16 +1,15 @@
 """Runs the programs of a model on a CUDA GPU by replaying graphs.
 
 The graphs are captured at load: a small model's ops are shorter on the GPU than the Python that launches them. In
-service each batch is one copy of its inputs, one graph, one copy of its result. Nothing waits either: while a batch
-runs, the next one is packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
+service each batch is one copy of its inputs, one graph, one copy of its result. While a batch runs, the next one is
+packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
 
-A decode step has two degrees of freedom, the number of sequences and the longest context, and a graph for each of a few
-sizes serves all of them. Graphs of short contexts start fewer programs; docs/decisions/0129-graphs-by-context.md. A
-step with a chunk of a prompt has tokens and sequences, and runs in the smallest bucket, as a batch of an encoder does;
+Graphs of decode steps are by the number of sequences and the longest context; docs/decisions/0129-graphs-by-context.md.
+A step with a chunk of a prompt runs in the smallest bucket, as a batch of an encoder does;
 docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next one takes
-them. So it can start before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three graphs: one
-chooses the best tokens, one draws tokens, and one draws them after edits of the logits, which follow the first. The
-encoder of source texts has graphs by the buckets of an encoder, which run on the same stream before the step.
+them before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three graphs: one chooses the best
+tokens, one draws tokens, one draws them after edits of the logits. The encoder of source texts has graphs by the
+buckets of an encoder, which run on the same stream before the step.
 """
 
 from __future__ import annotations
@@ -380,7 +379,6 @@ class CudaSteps(_GraphRunner):
 
         Args:
             kernels, arena, graphs: arguments of `CudaRunner`.
-            blocks_per_sequence: blocks of the longest sequence.
             blocks_per_source: blocks of the longest source text.
             searches: takes the steps of searches; None if there are none.
             edits: changes logits before tokens are drawn; None if nothing does.
@@ -548,7 +546,6 @@ class CudaSteps(_GraphRunner):
         """Edit the logits of the step that was started last, and draw its tokens.
 
         Args:
-            rows: rows of its logits.
             begun: edit lists that the host sends.
         """
         assert self._edits is not None

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from varlen.errors import CheckpointError
 from varlen.execution.cpu.linear_paths import fuse_layers
-from varlen.program.program import Op, Operand, Program
+from varlen.program.program import Op, Operand, Program, Value
 from varlen_kernels import cpu
+from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.linear_int8 import (
     OUTLIERS,
     SMALLEST_SCALE,
@@ -136,7 +137,15 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
         layer = layers.get(layer_key(*op.operands[1:])) if op.kernel == "linear" else None
         if layer is None:
             return op
-        return replace(op, kernel=layer.kernel, operands=(op.operands[0], layer.weight))
+        operands, row = (op.operands[0], layer.weight), OPS[layer.kernel]
+        assert row.result is not None
+        made = row.result(row.named(operands, {}))
+        scratch = [
+            Value(f"{op.results[0].name} {name}", tuple(shape), dtype)
+            for name, (shape, dtype) in zip(row.results[1:], made[1:], strict=True)
+        ]
+        results = (*op.results, *scratch)
+        return replace(op, kernel=layer.kernel, operands=operands, results=results)
 
     return fuse_layers(Program([replaced(op) for op in program.ops], program.outputs))
 

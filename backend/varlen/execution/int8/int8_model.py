@@ -64,7 +64,6 @@ class CalibratedModel(Protocol[_Answer]):
     """A model on the CPU, as calibration runs and measures it.
 
     Attributes:
-        programs: programs in fp32.
         served: the same programs in the dtype of what stays beside int8.
         longest: longest text, in tokens; longer ones are cut.
         most_texts: largest batch, in texts.

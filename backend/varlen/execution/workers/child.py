@@ -1,9 +1,8 @@
 """A process of a model: `python -m varlen.execution.workers.child FD [member]`.
 
-It loads the model, then runs batches or steps. FD is its control socket, of whole JSON messages. The engine sends the
-checkpoint and the settings, and gets log lines and then the model's description, or an error. Each later message of the
-engine brings the connection of a worker, and the memory that says whether its batch runs alone. When the engine closes
-its end, or dies, the process ends.
+FD is its control socket, of whole JSON messages. The engine sends the checkpoint and the settings, and gets log lines
+and then the model's description, or an error. Each later message of the engine brings the connection of a worker, and
+the memory that says whether its batch runs alone. When the engine closes its end, or dies, the process ends.
 
 Where all ops of a model of one step are compiled, the process executes itself anew, as `child FD compiled MODEL`: MODEL
 is a file in memory, and torch is gone. `child FD stored` reads it from the cache folder instead, and imports torch only

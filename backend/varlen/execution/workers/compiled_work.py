@@ -270,11 +270,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StoredModel | None:
-        """Return the file of the model of a `Setup`; None if it has none.
-
-        Args:
-            fields: fields of the setup.
-        """
+        """Return the file of the model of a `Setup`; None if it has none."""
         if not fields["stored"]:
             return None
         try:

@@ -216,7 +216,6 @@ class Attention(Protocol):
         """Record the attention of the layer and return its context, `[tokens, heads.width]`.
 
         Args:
-            layer: number of the layer, from 0.
             qkv: queries, keys and values of each token.
             positions: rotary positions of queries and keys; None leaves both as they are.
             scale: multiplies the scores; None is heads.dim ** -0.5.

@@ -220,7 +220,6 @@ def attend_queries(
         first_query: place of the first query in the sequence, whose further tokens are queries too.
         length: tokens of the sequence.
         key_length: keys that the queries may read.
-        first_head, num_heads: the query heads.
     """
     score_bias, queries, keys_values, room = views
     context, totals, top = room[2:5]

@@ -55,6 +55,7 @@ from varlen_kernels.cpu.native.tiles import (
     add_product,
     begin_product,
     end_product,
+    side_by_side,
 )
 from varlen_kernels.cpu.native.tiles import ROWS as TILE_ROWS
 
@@ -256,22 +257,24 @@ def _tiles_of(vectors: int) -> Any:
 
             width = factors.dtype.bitwidth // 8
             numbers = _SIZE(ROW_BYTES // width)
-            sums = address(0, to_out, zero, column), distance(0, to_out)
-            begin_product(builder, vectors, *sums, new)
+            out_tiles = side_by_side(builder, address(0, to_out, zero, column), vectors)
+            sums = out_tiles, distance(0, to_out)
+            begin_product(builder, *sums, new)
             last = builder.add(depth, builder.sub(numbers, _SIZE(1)))
             with cgutils.for_range(builder, builder.udiv(last, numbers)) as step:
                 row = builder.add(first, builder.mul(step.index, _SIZE(TILE_ROWS)))
+                weights = address(4, of_matrix, row, skipped)
                 add_product(
                     builder,
                     width,
-                    vectors,
-                    rows=address(2, of_row, zero, builder.mul(step.index, numbers)),
+                    rows=[address(2, of_row, zero, builder.mul(step.index, numbers))],
                     row_bytes=distance(2, of_row),
-                    weights=address(4, of_matrix, row, skipped),
+                    weights=side_by_side(
+                        builder, weights, vectors, builder.mul(apart, _SIZE(width))
+                    ),
                     weight_bytes=distance(4, of_matrix),
-                    vector_bytes=builder.mul(apart, _SIZE(width)),
                 )
-            end_product(builder, vectors, *sums)
+            end_product(builder, *sums)
             return context.get_dummy_value()
 
         whole = types.int64
@@ -296,7 +299,6 @@ def clear_past(values, length):
 
     Args:
         values: made by `value_matrix`.
-        length: number of tokens.
     """
     if has_tiles(values):
         whole = (length + TILE_TOKENS - 1) // TILE_TOKENS * TILE_TOKENS
@@ -333,7 +335,6 @@ def multiply(out, rows, columns, factors, depth, matrix, first, apart, scale, is
         columns: number of columns of `out`; more are written up to a whole vector.
         depth: number of factors of a row.
         matrix: a row has 16 numbers for each of some factors, or 16 pairs for two.
-        first: its first row.
         apart: numbers from a vector of the matrix to the one for the next 16 columns.
         is_new: whether the numbers in `out` do not count; else they are added to the products first.
 
@@ -565,7 +566,6 @@ def make_distances(memory, tables, longest, width, queries, keys, like):
             `[rows, num_heads * head_dim]` or no rows.
         longest: tokens of the longest sequence.
         width: numbers of a row of factors.
-        queries, keys: number of queries and keys of a tile.
         like: has numbers of the factors, see `factor_matrix`.
 
     Returns:

@@ -367,7 +367,7 @@ def _add_in_tiles(x, first, count, block, size, widened, parts, scales, panel, w
     for tile in range(tiles):
         to = tile * height
         row = min(to, count - height)
-        multiply_tile(x, first + row, block * size, widened, 0, 0, steps, parts, to)
+        multiply_tile(x, first + row, block * size, widened, 0, steps, parts, to)
         for lane in range(0, PANEL_FEATURES, LANES):
             scale = load(scales, panel, column + lane)
             # rows of the tile before are not added twice

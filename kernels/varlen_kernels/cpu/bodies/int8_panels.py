@@ -1,13 +1,13 @@
 """Linear layers in int8 with what follows them, compiled by numba.
 
-A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
-registers and the first-level cache: scales, outliers, bias and activation cost no pass over memory.
+Tokens become codes once, and sums of a panel become results while they are in registers and the first-level cache:
+scales, outliers, bias and activation cost no pass over memory.
 
 A tile is a few rows by a panel of features, whose sums fill the registers. With VNNI it is 6 rows by 64 features: 24
 vectors of sums, and what they are computed from, fill the 32 registers of AVX-512. Each instruction multiplies 64 pairs
 of codes and adds fours of products to sums of 32 bits, exactly.
 
-With AMX a tile has up to 16 rows, as in `panels`, and its sums are the same.
+With AMX tiles are as in `panels`, and the sums are the same.
 
 With AVX2 it is 4 rows by 16 features in 16 registers. An instruction multiplies 32 pairs and adds twos of products in
 16 bits, which is exact for row codes of 7 bits: 2 · 127 · 127 is less than 2 ** 15. Another one adds these sums in 32
@@ -28,11 +28,11 @@ from varlen_kernels.cpu.bodies.epilogues import activate_vector, load_within, st
 from varlen_kernels.cpu.bodies.int8_layout import DEPTH, TILE_FEATURES, TILE_ROWS, WIDTH
 from varlen_kernels.cpu.bodies.panels import (
     SUM_ROWS,
-    add_to_tile,
-    begin_tile,
-    end_tile,
+    add_to_tiles,
+    begin_tiles,
+    end_tiles,
     fetch_tile,
-    resident_steps,
+    place_of,
     tiles_of,
 )
 from varlen_kernels.cpu.native.lanes import (
@@ -51,8 +51,6 @@ from varlen_kernels.cpu.native.lanes import (
     sum_of,
 )
 from varlen_kernels.cpu.native.native import (
-    aligned,
-    clear,
     fp32_matrix,
     free_memory,
     inlined,
@@ -69,7 +67,7 @@ from varlen_kernels.cpu.native.tiles import (
     release_tiles,
 )
 from varlen_kernels.functions import BLOCK, NO_ACTIVATION
-from varlen_kernels.reference.linear_int8 import FACTORS, OUTLIERS, SMALLEST_SCALE
+from varlen_kernels.reference.linear_int8 import OUTLIERS, SMALLEST_SCALE
 
 _BYTE, _INT, _SIZE = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
@@ -82,6 +80,10 @@ _SHORTS = ir.VectorType(ir.IntType(16), 16)
 
 _VECTORS = TILE_FEATURES // WIDTH
 _SUMS = ir.VectorType(_INT, WIDTH)
+# Bytes of sums of a block.
+_SUM_BYTES = 4 * SUM_ROWS * TILE_FEATURES
+# In which the sums of two tiles become results while the next ones are multiplied.
+_PARTS = 2 * (TILE_FEATURES // LANES)
 
 
 def _multiply(count: int) -> Any:
@@ -171,11 +173,8 @@ def _add_products(
     """Add the products of four columns to the sums.
 
     Args:
-        builder: writes instructions.
-        rows: addresses of the rows of codes.
-        column: the first of the columns.
-        factors: vectors of the columns' weights, for all features of a tile.
-        totals: address of each vector of sums, by row.
+        rows, totals: addresses of rows of codes, and of vectors of sums by row.
+        factors: vectors of the columns' weights.
     """
     for address, of_row in zip(rows, totals, strict=True):
         four = builder.load(moved(builder, address, column, _INT), align=1)
@@ -271,33 +270,12 @@ _LARGEST = np.finfo(np.float32).max
 
 
 @inlined
-def whole_vectors(columns):
-    """Return a number of columns, rounded up to whole vectors."""
-    return (columns + LANES - 1) // LANES * LANES
-
-
-@inlined
-def keep_columns(outliers, hidden, kept):
-    """Write 1 for columns that get codes, else 0.
-
-    Args:
-        hidden: number of columns.
-        kept: `[1, columns]`, in whole vectors.
-    """
-    for column in range(kept.shape[1]):
-        kept[0, column] = _ONE if column < hidden else _ZERO
-    for i in range(len(outliers)):
-        kept[0, outliers[i]] = _ZERO
-
-
-@inlined
-def _measure_row(x, token, outliers, kept, levels, factors, to_row):
+def _measure_row(x, token, outliers, kept, levels, factors):
     """Write the factors of a token, whose scale is NaN if it is not finite.
 
     Args:
         x: `[tokens, hidden]`.
-        kept: see `keep_columns`.
-        factors: `[rows, FACTORS]`.
+        kept: `[1, columns]` in whole vectors, 1 for columns that get codes, else 0.
     """
     hidden = x.shape[1]
     whole, begin = hidden // LANES * LANES, 0
@@ -329,40 +307,59 @@ def _measure_row(x, token, outliers, kept, levels, factors, to_row):
             begin = end + LANES
     low = smallest_of(lows)
     scale = max((largest_of(highs) - low) / np.float32(levels), _SMALLEST_SCALE)
-    factors[to_row, 0] = scale if sum_of(total) == _ZERO else _NAN
-    factors[to_row, 1] = low
+    factors[token, 0] = scale if sum_of(total) == _ZERO else _NAN
+    factors[token, 1] = low
     for k in range(OUTLIERS):
-        factors[to_row, 2 + k] = number_at(x, token, outliers[k])
+        factors[token, 2 + k] = number_at(x, token, outliers[k])
 
 
 @inlined
-def _code_row(x, token, factors, row, codes):
+def _code_row(x, token, factors, codes):
     """Write the codes of a token whose factors are known.
 
     Codes of outliers, and past the last column, have no meaning; nor have the codes of a token that is not finite.
 
     Args:
-        codes: bytes, `[rows, columns]`; whole vectors are written.
+        codes: whole vectors are written.
     """
-    low, inverse = splat(factors[row, 1]), splat(_ONE / factors[row, 0])
+    low, inverse = splat(factors[token, 1]), splat(_ONE / factors[token, 0])
     whole = x.shape[1] // LANES * LANES
     for column in range(0, whole, LANES):
         value = load(x, token, column) - low
-        store_codes(codes, row, column, multiply_add(value, inverse, splat(_HALF)))
+        store_codes(codes, token, column, multiply_add(value, inverse, splat(_HALF)))
     if whole < x.shape[1]:
         value = load_within(x, token, whole) - low
-        store_codes(codes, row, whole, multiply_add(value, inverse, splat(_HALF)))
+        store_codes(codes, token, whole, multiply_add(value, inverse, splat(_HALF)))
 
 
-@inlined
-def quantize_rows(x, first, count, outliers, kept, levels, factors, codes):
-    """Write the codes and factors of some tokens from `first` on."""
+@inlined_body
+def quantize_rows(
+    first,
+    last,
+    x,  # [tokens, hidden]
+    outliers,  # [OUTLIERS], ascending
+    levels,
+    codes,  # [tokens, hidden], with more rows and columns
+    factors,  # [tokens, FACTORS]
+):
+    """Write the codes and factors of some tokens; return whether memory ran out."""
+    columns = (x.shape[1] + LANES - 1) // LANES * LANES
+    memory = new_memory(4 * columns)
+    if memory == 0:
+        return 1
+    kept = fp32_matrix(memory, 1, columns)
+    for column in range(columns):
+        kept[0, column] = _ONE if column < x.shape[1] else _ZERO
+    for i in range(len(outliers)):
+        kept[0, outliers[i]] = _ZERO
     # a token is measured before the codes of the last one are written, which then wait for nothing
-    for i in range(count + 1):
-        if i < count:
-            _measure_row(x, first + i, outliers, kept, levels, factors, i)
-        if i > 0:
-            _code_row(x, first + i - 1, factors, i - 1, codes)
+    for token in range(first, last + 1):
+        if token < last:
+            _measure_row(x, token, outliers, kept, levels, factors)
+        if token > first:
+            _code_row(x, token - 1, factors, codes)
+    free_memory(memory)
+    return 0
 
 
 @inlined
@@ -378,14 +375,14 @@ def _multiply_tile(codes, tile, rows, panels, panel, sums):
 
 @inlined
 def _scale_vector(
-    sums, rows, lane, factors, tile, scale, fp32_rows, column, out, to_row, to_column
+    sums, rows, lane, factors, token, scale, fp32_rows, column, out, to_row, to_column
 ):
     """Write the values of 16 features of a tile, with outliers and bias.
 
     Args:
         sums: `[rows, TILE_FEATURES]` int32.
         lane: the first of the features in the tile.
-        factors: `[tokens, FACTORS]`, the rows of the tile start at row `tile`.
+        factors: `[tokens, FACTORS]`; the rows of the tile are those from `token` on.
         column: the first of the features in `scale` and `fp32_rows`.
         out: may be the memory of `sums`.
     """
@@ -395,7 +392,7 @@ def _scale_vector(
     first, second = load_within(fp32_rows, 2, column), load_within(fp32_rows, 3, column)
     third, fourth = load_within(fp32_rows, 4, column), load_within(fp32_rows, 5, column)
     for i in range(rows):
-        row = tile + i
+        row = token + i
         value = multiply_add(splat(number_at(factors, row, 1)), weight_sums, bias)
         value = multiply_add(splat(number_at(factors, row, 2)), first, value)
         value = multiply_add(splat(number_at(factors, row, 3)), second, value)
@@ -407,91 +404,75 @@ def _scale_vector(
 
 
 @inlined
-def _write_vectors(
-    sums, values, rows, lanes, factors, tile, scale, fp32_rows, first_column, kind, out, to_row
-):
-    """Write the results of some features of a tile, given its sums.
+def _write_part(part, sums, values, done, factors, scale, fp32_rows, kind, out):
+    """Write one of `_PARTS` parts of results: 16 features of half of some rows.
 
     Args:
         values: the memory of `sums` as fp32, overwritten.
-        lanes: first and last feature of the tile, in whole vectors.
-        sums, factors, tile, scale, fp32_rows: see `_scale_vector`.
-        first_column: the first feature of the tile.
+        done: the first row in `sums`, the number of rows, the first of them among all, and the first feature.
     """
-    first, last = lanes
-    for lane in range(first, min(last, scale.shape[1] - first_column), LANES):
-        column = first_column + lane
-        of_vector = sums, rows, lane, factors, tile, scale, fp32_rows, column
+    row, rows, token, first_column = done
+    middle = (rows + 1) // 2
+    lane, first = part // 2 * LANES, part % 2 * middle
+    count, column = rows - middle if part % 2 else middle, first_column + lane
+    if column < scale.shape[1]:
+        found, numbers, token = sums[row + first :], values[row + first :], token + first
+        of_vector = found, count, lane, factors, token, scale, fp32_rows, column
         if kind == NO_ACTIVATION:
-            _scale_vector(*of_vector, out, to_row, column)
+            _scale_vector(*of_vector, out, token, column)
         else:
-            _scale_vector(*of_vector, values, 0, lane)
-            activate_vector(values, rows, lane, kind, out, to_row, column)
+            _scale_vector(*of_vector, numbers, 0, lane)
+            activate_vector(numbers, count, lane, kind, out, token, column)
 
 
 @inlined
 def _multiply_in_tiles(
-    codes,
-    factors,
-    count,
-    steps,
-    panels,
-    panel,
-    panel_end,
-    widened,
-    scale,
-    fp32_rows,
-    kind,
-    sums,
-    values,
-    out,
-    block,
+    first_unit, last_unit, codes, steps, panels, factors, scale, fp32_rows, kind, memory, out
 ):
-    """Write some features of a block of tokens by tiles of AMX, see `multiply_codes`.
+    """Write the results of some units by tiles of AMX, see `multiply_codes`.
+
+    The sums of two tiles become results while the next ones are multiplied.
 
     Args:
-        count: tokens of the block.
         steps: tiles in a row of codes.
-        panel, panel_end: bounds of its panels.
-        widened: room for the codes of a panel of `pack_halves` as bytes.
-        block: its first token.
+        memory: address of room for the sums of a block, and for the codes of a panel of `pack_halves` as bytes.
     """
-    tiles, height = tiles_of(count)
-    configure_tiles(height)
-    most = resident_steps(steps)
-    # rows and panel of the tile whose sums become results while the next one is multiplied
-    finished, finished_rows, finished_panel = 0, 0, 0
-    while panel < panel_end:
-        if has_halves(panels):
+    sums = int32_matrix(memory, SUM_ROWS, TILE_FEATURES)
+    values = fp32_matrix(memory, SUM_ROWS, TILE_FEATURES)
+    widened = uint8_matrix(memory + _SUM_BYTES, 1, steps * ROW_BYTES * TILE_FEATURES)
+    of_results = factors, scale, fp32_rows, kind, out
+    blocks, configured, widened_panel = (len(factors) + BLOCK - 1) // BLOCK, 0, -1
+    done = 0, 0, 0, 0
+    for unit in range(first_unit, last_unit):
+        block, panel = place_of(unit, len(panels), blocks)
+        first = block * BLOCK
+        count, column = min(BLOCK, len(factors) - first), panel * TILE_FEATURES
+        tiles, height = tiles_of(count)
+        if height != configured:
+            configure_tiles(height)
+            configured = height
+        if has_halves(panels) and panel != widened_panel:
             widen_halves(panels, panel, widened)
-        step = 0
-        while step < steps:
-            some = min(most, steps - step)
-            for tile in range(tiles):
-                row = tile * height
-                if step + some == steps:
-                    rows = min(height, count - row)
-                    fetch_tile(out, block + row, rows, panel * TILE_FEATURES, TILE_FEATURES)
-                begin_tile(sums, row, step == 0)
-                for i in range(some):
+            widened_panel = panel
+        for tile in range(0, tiles, 2):
+            row, halves = tile * height, min(2, tiles - tile)
+            token, rows = first + row, min(halves * height, count - row)
+            fetch_tile(out, token, rows, column, TILE_FEATURES)
+            for half in range(halves):
+                begin_tiles()
+                for step in range(steps):
+                    place = step, half, halves == 2
                     if has_halves(panels):
-                        add_to_tile(codes, row, 0, widened, 0, step + i)
+                        add_to_tiles(codes, token, token + height, 0, widened, 0, *place)
                     else:
-                        add_to_tile(codes, row, 0, panels, panel, step + i)
-                    lanes = _VECTORS * i // some * LANES, _VECTORS * (i + 1) // some * LANES
-                    of_tile = sums[finished:], values[finished:], finished_rows, lanes, factors
-                    column = finished_panel * TILE_FEATURES
-                    place = finished, scale, fp32_rows, column, kind, out, block + finished
-                    _write_vectors(*of_tile, *place)
-                finished_rows = 0
-                end_tile(sums, row)
-                if step + some == steps:
-                    finished, finished_rows, finished_panel = row, rows, panel
-            step += some
-        panel += 1
-    of_tile = sums[finished:], values[finished:], finished_rows, (0, TILE_FEATURES), factors
-    column = finished_panel * TILE_FEATURES
-    _write_vectors(*of_tile, finished, scale, fp32_rows, column, kind, out, block + finished)
+                        add_to_tiles(codes, token, token + height, 0, panels, panel, *place)
+                    turn, turns = half * steps + step, halves * steps
+                    for part in range(_PARTS * turn // turns, _PARTS * (turn + 1) // turns):
+                        _write_part(part, sums, values, done, *of_results)
+                end_tiles(sums, row, height, half, halves == 2)
+            done = row, rows, token, column
+    for part in range(_PARTS):
+        _write_part(part, sums, values, done, *of_results)
     release_tiles()
 
 
@@ -499,56 +480,39 @@ def _multiply_in_tiles(
 def multiply_codes(
     first_unit,
     last_unit,
-    x,  # [tokens, hidden]
+    factors,  # [tokens, FACTORS]
     panels,  # see int8_layout.pack_panels and pack_halves
+    codes,  # see quantize_rows
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
-    outliers,  # [OUTLIERS], ascending
-    levels,
     kind,
     out,  # [tokens, features]
 ):
-    """Write the results of some units; return whether memory ran out.
-
-    A unit is a panel of a block of tokens; the panels of a block come one after another.
-    """
-    columns = whole_vectors(x.shape[1])
-    steps = columns // ROW_BYTES if HAS_TILES and x.shape[1] % ROW_BYTES == 0 else 0
-    code_bytes, factor_bytes = aligned(BLOCK * columns), aligned(4 * BLOCK * FACTORS)
-    kept_bytes, sum_bytes = aligned(4 * columns), aligned(4 * SUM_ROWS * TILE_FEATURES)
-    widened_columns = columns * TILE_FEATURES if steps > 0 and has_halves(panels) else 0
-    memory = new_memory(code_bytes + factor_bytes + kept_bytes + sum_bytes + widened_columns)
+    """Write the results of some units, see `panels.place_of`; return whether memory ran out."""
+    columns = panels.shape[1] // TILE_FEATURES * (2 if has_halves(panels) else 1)
+    # one or two rows take as long as memory needs to give the panels
+    is_tiled = HAS_TILES and columns % ROW_BYTES == 0 and len(factors) > 2
+    widened_bytes = columns * TILE_FEATURES if is_tiled and has_halves(panels) else 0
+    memory = new_memory(_SUM_BYTES + widened_bytes)
     if memory == 0:
         return 1
-    # the last tile has rows past the last token, whose results are not written
-    clear(memory, code_bytes + factor_bytes)
-    codes = uint8_matrix(memory, BLOCK, columns)
-    factors = fp32_matrix(memory + code_bytes, BLOCK, FACTORS)
-    kept = fp32_matrix(memory + code_bytes + factor_bytes, 1, columns)
-    sums_memory = memory + code_bytes + factor_bytes + kept_bytes
-    sums = int32_matrix(sums_memory, SUM_ROWS, TILE_FEATURES)
-    values = fp32_matrix(sums_memory, SUM_ROWS, TILE_FEATURES)
-    widened = uint8_matrix(sums_memory + sum_bytes, 1, widened_columns)
-    keep_columns(outliers, x.shape[1], kept)
-    unit = first_unit
-    while unit < last_unit:
-        block, panel = unit // len(panels) * BLOCK, unit % len(panels)
-        panel_end = min(len(panels), panel + last_unit - unit)
-        unit += panel_end - panel
-        count = min(BLOCK, len(x) - block)
-        quantize_rows(x, block, count, outliers, kept, levels, factors, codes)
-        # one or two rows take as long as memory needs to give the panels
-        if steps > 0 and count > 2:
-            of_block = codes, factors, count, steps, panels, panel, panel_end, widened
-            _multiply_in_tiles(*of_block, scale, fp32_rows, kind, sums, values, out, block)
-            continue
-        while panel < panel_end:
-            for tile in range(0, count, TILE_ROWS):
-                column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
-                fetch_tile(out, block + tile, rows, column, TILE_FEATURES)
-                _multiply_tile(codes, tile, rows, panels, panel, sums)
-                of_tile = sums, values, rows, (0, TILE_FEATURES), factors, tile
-                _write_vectors(*of_tile, scale, fp32_rows, column, kind, out, block + tile)
-            panel += 1
+    if is_tiled:
+        steps, of_rows = columns // ROW_BYTES, (factors, scale, fp32_rows, kind, memory, out)
+        _multiply_in_tiles(first_unit, last_unit, codes, steps, panels, *of_rows)
+    else:
+        sums = int32_matrix(memory, SUM_ROWS, TILE_FEATURES)
+        values = fp32_matrix(memory, SUM_ROWS, TILE_FEATURES)
+        blocks = (len(factors) + BLOCK - 1) // BLOCK
+        for unit in range(first_unit, last_unit):
+            block, panel = place_of(unit, len(panels), blocks)
+            column = panel * TILE_FEATURES
+            last = min(block * BLOCK + BLOCK, len(factors))
+            for token in range(block * BLOCK, last, TILE_ROWS):
+                rows = min(TILE_ROWS, last - token)
+                fetch_tile(out, token, rows, column, TILE_FEATURES)
+                _multiply_tile(codes, token, rows, panels, panel, sums)
+                done = 0, rows, token, column
+                for part in range(_PARTS):
+                    _write_part(part, sums, values, done, factors, scale, fp32_rows, kind, out)
     free_memory(memory)
     return 0

@@ -10,7 +10,7 @@ split over cores by panels. Bias and activation are added to a tile while it is 
 
 Rows are fp32, and bf16 is widened when it is loaded. Where the CPU multiplies pairs of bf16 numbers (AVX-512 BF16),
 rows of a bf16 weight are bf16 instead: an instruction adds two products to each of 16 sums in fp32. With AMX a tile has
-up to 16 rows, and a part of a panel stays in the first-level cache while the rows of a block pass.
+up to 16 rows, and two tiles share each half of a panel.
 """
 
 from collections.abc import Sequence
@@ -53,10 +53,11 @@ from varlen_kernels.cpu.native.tiles import (
     ROWS,
     VECTORS,
     add_product,
-    begin_product,
+    clear_sums,
     configure_tiles,
     end_product,
     release_tiles,
+    side_by_side,
 )
 from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 
@@ -95,9 +96,7 @@ class Tile:
         """Multiply.
 
         Args:
-            rows: address of each row.
             weights: address of the first vector of the matrix.
-            hidden: number of hidden features.
             sums: numbers to which products are added, by row.
             widths: bytes of a number of a row, and of the matrix. If both have 2 the matrix holds pairs, where the CPU
                 multiplies them.
@@ -316,96 +315,98 @@ def _finish_tile(sums, rows, panel, bias, layer, kind, out, to_row):
 
 # Rows of sums that a block needs.
 SUM_ROWS = BLOCK if HAS_TILES else TILE_ROWS
-# Most tiles of a panel that stay in the first-level cache, of 4 KiB each; and blocks that read a panel one after
-# another, while it is in the second-level cache.
-_RESIDENT = 8
+# Blocks that read a panel one after another, while it is in the second-level cache.
 _STRIP = 4
 
 
-def _address_of_sums(context: Any, builder: Any, declared: Any, values: Any) -> tuple[Any, Any]:
-    """Return the address of some rows of sums, and the distance to the next one."""
-    place = declared.args[0], values[0], values[1], _SIZE(0)
-    distance = row_bytes(context, builder, declared.args[0], values[0])
-    return element_address(context, builder, *place), distance
-
-
 @numba.extending.intrinsic
-def begin_tile(_context, sums, _to_row, _is_new):
-    """Have the sums of a tile in registers, see `multiply_tile`.
+def begin_tiles(_context):
+    """Have zeros as sums in registers, see `add_to_tiles`."""
 
-    They are zeros if the tile is new.
-    """
-
-    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        begin_product(
-            builder, VECTORS, *_address_of_sums(context, builder, declared, values), values[2]
-        )
+    def generate(context: Any, builder: Any, _declared: Any, _values: Any) -> Any:
+        clear_sums(builder, VECTORS)
         return context.get_dummy_value()
 
-    return types.none(sums, types.int64, types.boolean), generate
+    return types.none(), generate
 
 
 @numba.extending.intrinsic
-def add_to_tile(_context, x, _row, _column, panels, _panel, _step):
-    """Add the products of some rows with a step of a panel.
-
-    `multiply_tile` has the arguments.
+def end_tiles(_context, sums, _to_row, _height, _half, _is_pair):
+    """Write the sums in registers, see `add_to_tiles`.
 
     Args:
-        _column: first column of step 0.
+        sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes. They begin at `_to_row`, and sums of the second tile
+            `_height` rows later.
     """
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        from_x, row, column, from_panels, panel, step = values
-        width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 3))
+        to_sums, to_row, height, half, is_pair = values
+        distance = row_bytes(context, builder, declared.args[0], to_sums)
+        first = element_address(context, builder, declared.args[0], to_sums, to_row, _SIZE(0))
+        with builder.if_else(is_pair) as (then, otherwise):
+            with then:
+                begin = moved(builder, first, builder.mul(half, _SIZE(2 * ROW_BYTES)), _BYTE)
+                second = moved(builder, begin, builder.mul(height, distance), _BYTE)
+                pair = [*side_by_side(builder, begin, 2), *side_by_side(builder, second, 2)]
+                end_product(builder, pair, distance)
+            with otherwise:
+                end_product(builder, side_by_side(builder, first, VECTORS), distance)
+        return context.get_dummy_value()
+
+    return types.none(sums, *[types.int64] * 3, types.boolean), generate
+
+
+@numba.extending.intrinsic
+def add_to_tiles(_context, x, _row, _second, _column, panels, _panel, _step, _half, _is_pair):
+    """Add the products of one tile with a step, or of two with half.
+
+    Args:
+        x: bf16 as uint16, or codes. A tile has the rows from `_row` on, the second one from `_second` on.
+        _column: first column of step 0.
+        panels: pairs or fours of numbers side by side.
+    """
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        from_x, row, second, column, from_panels, panel, step, half, is_pair = values
+        width, weight_width = (declared.args[i].dtype.bitwidth // 8 for i in (0, 4))
         weight_bytes = VECTORS * ROW_BYTES
+        columns = builder.add(column, builder.mul(step, _SIZE(ROW_BYTES // width)))
+        numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
 
         def place(number: int, array: Any, first: Any, column: Any) -> Any:
             return element_address(context, builder, declared.args[number], array, first, column)
 
-        columns = builder.add(column, builder.mul(step, _SIZE(ROW_BYTES // width)))
-        numbers = builder.mul(step, _SIZE(ROWS * weight_bytes // weight_width))
-        add_product(
-            builder,
-            width,
-            VECTORS,
-            rows=place(0, from_x, row, columns),
-            row_bytes=row_bytes(context, builder, declared.args[0], from_x),
-            weights=place(3, from_panels, panel, numbers),
-            weight_bytes=_SIZE(weight_bytes),
-            vector_bytes=_SIZE(ROW_BYTES),
-        )
+        def multiply(rows: Sequence[Any], first: Any, count: int) -> None:
+            add_product(
+                builder,
+                width,
+                rows=[place(0, from_x, each, columns) for each in rows],
+                row_bytes=row_bytes(context, builder, declared.args[0], from_x),
+                weights=side_by_side(builder, first, count),
+                weight_bytes=_SIZE(weight_bytes),
+            )
+
+        weights = place(4, from_panels, panel, numbers)
+        with builder.if_else(is_pair) as (then, otherwise):
+            with then:
+                skipped = builder.mul(half, _SIZE(2 * ROW_BYTES))
+                multiply((row, second), moved(builder, weights, skipped, _BYTE), 2)
+            with otherwise:
+                multiply((row,), weights, VECTORS)
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.none(x, whole, whole, panels, whole, whole), generate
-
-
-@numba.extending.intrinsic
-def end_tile(_context, sums, _to_row):
-    """Write the sums in registers, see `multiply_tile`."""
-
-    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
-        end_product(builder, VECTORS, *_address_of_sums(context, builder, declared, values))
-        return context.get_dummy_value()
-
-    return types.none(sums, types.int64), generate
+    arguments = x, *[whole] * 3, panels, *[whole] * 3, types.boolean
+    return types.none(*arguments), generate
 
 
 @inlined
-def multiply_tile(x, row, column, panels, panel, step, steps, sums, to_row):
-    """Add the products of some rows with a part of a panel.
-
-    Args:
-        x: bf16 as uint16, or codes; the rows begin at `row` and `column`.
-        panels: pairs or fours of numbers side by side.
-        step, steps: the part, in tiles of a row; the sums begin with the first one.
-        sums: `[rows, PANEL_FEATURES]` fp32, or int32 of codes, from `to_row` on.
-    """
-    begin_tile(sums, to_row, step == 0)
-    for i in range(step, step + steps):
-        add_to_tile(x, row, column, panels, panel, i)
-    end_tile(sums, to_row)
+def multiply_tile(x, row, column, panels, panel, steps, sums, to_row):
+    """Write the products of a tile with the first steps of a panel, see `add_to_tiles`."""
+    begin_tiles()
+    for i in range(steps):
+        add_to_tiles(x, row, row, column, panels, panel, i, 0, False)
+    end_tiles(sums, to_row, 0, 0, False)
 
 
 @inlined
@@ -419,14 +420,7 @@ def tiles_of(count):
 
 
 @inlined
-def resident_steps(steps):
-    """Return how many tiles of a row are multiplied before the next rows: equal parts."""
-    parts = (steps + _RESIDENT - 1) // _RESIDENT
-    return (steps + parts - 1) // parts
-
-
-@inlined
-def _place_of(unit, panels, blocks):
+def place_of(unit, panels, blocks):
     """Return the block and the panel of a unit.
 
     The blocks of a strip read a panel before any of them reads the next one.
@@ -451,20 +445,23 @@ def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, 
     """
     count, steps = last - first, x.shape[1] * x.itemsize // ROW_BYTES
     tiles, height = tiles_of(count)
-    step, most = 0, resident_steps(steps)
-    while step < steps:
-        some = min(most, steps - step)
-        for tile in range(tiles):
-            to = tile * height
-            row = min(to, count - height)
-            if step + some == steps:
-                fetch_tile(out, first + row, height, panel * PANEL_FEATURES, PANEL_FEATURES)
-            multiply_tile(x, first + row, 0, panels, begin_panel + panel, step, some, sums, to)
-            if step + some == steps:
-                # rows of the tile before are not written twice
-                new, rows = sums[2 * to - row :], height - (to - row)
-                _finish_tile(new, rows, panel, bias, layer, kind, out, first + to)
-        step += some
+    for tile in range(0, tiles, 2):
+        to, halves = tile * height, min(2, tiles - tile)
+        row, second = min(to, count - height), min(to + height, count - height)
+        rows = min(halves * height, count - to)
+        fetch_tile(out, first + to, rows, panel * PANEL_FEATURES, PANEL_FEATURES)
+        for half in range(halves):
+            begin_tiles()
+            for step in range(steps):
+                place = begin_panel + panel, step, half, halves == 2
+                add_to_tiles(x, first + row, first + second, 0, panels, *place)
+            end_tiles(sums, to, height, half, halves == 2)
+        for half in range(halves):
+            # rows of the tile before are not written twice
+            begin = to + half * height
+            skipped = begin - min(begin, count - height)
+            new, rows = sums[begin + skipped :], height - skipped
+            _finish_tile(new, rows, panel, bias, layer, kind, out, first + begin)
 
 
 @inlined
@@ -476,7 +473,6 @@ def multiply_block(
     Args:
         first_panel, last_panel: bounds of its panels in the layer.
         panels, bias: panels and biases of layers of one size, one after another.
-        layer: number of the layer.
     """
     begin_panel = layer * ((out.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES)
     if _fills_tiles(x):
@@ -526,7 +522,7 @@ def multiply(
     if _fills_tiles(x):
         blocks, configured = (len(x) + BLOCK - 1) // BLOCK, 0
         while unit < last_unit:
-            block, panel = _place_of(unit, len(panels), blocks)
+            block, panel = place_of(unit, len(panels), blocks)
             first, last = block * BLOCK, min(block * BLOCK + BLOCK, len(x))
             height = tiles_of(last - first)[1]
             if height != configured:

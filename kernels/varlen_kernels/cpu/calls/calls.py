@@ -49,7 +49,8 @@ def compiled_form(op: Op) -> Callable[..., Any]:
                 if not results:
                     # there is nothing to return but what it got
                     return arguments[op.operands[0]]
-                return results[0] if len(results) == 1 else out or tuple(results)
+                shown = tuple(results[: len(results) - op.scratch])
+                return shown[0] if len(shown) == 1 else out or shown
         if out is None:
             return specification(*operands, **attributes)
         return specification(*operands, **attributes, out=out)
@@ -63,16 +64,16 @@ def _results_of(
     if isinstance(out, tuple):
         return out
     wanted = op.result(arguments) if op.result else ()
-    if out is not None:
-        return [out][: len(wanted)]
+    given = [out][: len(wanted)] if out is not None else []
     # torch makes a tensor like another one in a third of the time
     like = operands[0] if operands else None
-    return [
+    made = (
         torch.empty_like(like)
         if isinstance(like, Tensor) and like.dtype == dtype and like.shape == shape
         else torch.empty(shape, dtype=dtype)
-        for shape, dtype in wanted
-    ]
+        for shape, dtype in wanted[len(given) :]
+    )
+    return [*given, *made]
 
 
 class _Code(NamedTuple):

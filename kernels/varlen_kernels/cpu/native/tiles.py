@@ -7,6 +7,7 @@ of sums. Panels of bf16 pairs and of codes lie in that order already, so every l
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba.extending
@@ -19,10 +20,10 @@ from varlen_kernels.cpu.native.target_cpu import target_cpu
 HAS_TILES = target_cpu().has("amx-tile")
 # Most rows of a tile, and bytes of its rows.
 ROWS, ROW_BYTES = 16, 64
-# Tiles of sums side by side, which share a tile of rows.
+# Tiles of sums: side by side, where they share a tile of rows, or two by two.
 VECTORS = 4
 # The registers: sums first, then rows, then the weights by turns.
-_OF_ROWS, _OF_WEIGHTS = VECTORS, (5, 6, 7)
+_OF_ROWS, _OF_WEIGHTS = (4, 5), (6, 7)
 
 _BYTE, _SIZE = ir.IntType(8), ir.IntType(64)
 _POINTER = _BYTE.as_pointer()
@@ -60,7 +61,7 @@ def configure_tiles(_context, _rows):
         for tile in range(8):
             # two bytes for the bytes of a row of each tile, then one for its rows
             write(16 + 2 * tile, _BYTE(ROW_BYTES))
-            write(48 + tile, rows if tile <= _OF_ROWS else _BYTE(ROWS))
+            write(48 + tile, _BYTE(ROWS) if tile in _OF_WEIGHTS else rows)
         _call(builder, "ldtilecfg", address)
         return context.get_dummy_value()
 
@@ -78,53 +79,60 @@ def release_tiles(_context):
     return types.none(), generate
 
 
-# A product is written in three parts: sums come into registers, the products of tiles of rows are added one after
-# another, and sums go back. Between them other instructions may do something else. Arguments of the parts:
-#   width: bytes of a number of a row: 2 for bf16, 1 for codes without a sign, whose weights have one. Others have no
-#     such instruction.
-#   vectors: 16 columns each, up to `VECTORS`.
-#   rows, weights, sums: addresses of bytes; row_bytes, weight_bytes, sum_bytes: distance from a row to the next one.
-#   vector_bytes: distance from 16 columns of the weights to the next ones.
+# A product is written in three parts: sums come into registers, products of tiles are added, and sums go back. Between
+# them other instructions may do something else. Arguments of the parts:
+#   width: bytes of a number of a row: 2 for bf16, 1 for codes without a sign, whose weights have one.
+#   rows, weights: address of each tile of rows, and of weights with 16 columns: two and two, or one and up to
+#     `VECTORS`, which loads a quarter more.
+#   sums: address of each tile of sums, by tile of rows.
+#   row_bytes, weight_bytes, sum_bytes: distance from a row to the next one.
 
 
-def begin_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any, is_new: Any) -> None:
+def side_by_side(builder: Any, first: Any, count: int, distance: Any = None) -> list[Any]:
+    """Return the addresses of neighbouring tiles, by default 16 columns of 32 bits apart."""
+    distance = _SIZE(ROW_BYTES) if distance is None else distance
+    return [moved(builder, first, builder.mul(distance, _SIZE(i)), _BYTE) for i in range(count)]
+
+
+def clear_sums(builder: Any, count: int) -> None:
+    """Write zeros into tiles of sums."""
+    for i in range(count):
+        _call(builder, "tilezero", _BYTE(i))
+
+
+def begin_product(builder: Any, sums: Sequence[Any], sum_bytes: Any, is_new: Any) -> None:
     """Write loads of tiles of sums, or zeros if they are new."""
     with builder.if_else(is_new) as (then, otherwise):
         with then:
-            for i in range(vectors):
-                _call(builder, "tilezero", _BYTE(i))
+            clear_sums(builder, len(sums))
         with otherwise:
-            for i in range(vectors):
-                _call(builder, "tileloadd64", _BYTE(i), _vector(builder, sums, i), sum_bytes)
+            for i, each in enumerate(sums):
+                _call(builder, "tileloadd64", _BYTE(i), each, sum_bytes)
 
 
 def add_product(
     builder: Any,
     width: int,
-    vectors: int,
     *,
-    rows: Any,
+    rows: Sequence[Any],
     row_bytes: Any,
-    weights: Any,
+    weights: Sequence[Any],
     weight_bytes: Any,
-    vector_bytes: Any,
 ) -> None:
-    """Write the product of one tile of rows, which is added to the sums."""
+    """Write the products of tiles, which are added to the sums."""
     if width not in _PRODUCTS:
         return
-    _call(builder, "tileloadd64", _BYTE(_OF_ROWS), rows, row_bytes)
-    for i in range(vectors):
-        register = _BYTE(_OF_WEIGHTS[i % len(_OF_WEIGHTS)])
-        weight = moved(builder, weights, builder.mul(vector_bytes, _SIZE(i)), _BYTE)
-        _call(builder, "tileloadd64", register, weight, weight_bytes)
-        _call(builder, _PRODUCTS[width], _BYTE(i), _BYTE(_OF_ROWS), register)
+    for i, row in enumerate(rows):
+        _call(builder, "tileloadd64", _BYTE(_OF_ROWS[i]), row, row_bytes)
+        for j, weight in enumerate(weights):
+            register = _BYTE(_OF_WEIGHTS[j % 2])
+            if i == 0:
+                _call(builder, "tileloadd64", register, weight, weight_bytes)
+            place = _BYTE(i * len(weights) + j)
+            _call(builder, _PRODUCTS[width], place, _BYTE(_OF_ROWS[i]), register)
 
 
-def end_product(builder: Any, vectors: int, sums: Any, sum_bytes: Any) -> None:
+def end_product(builder: Any, sums: Sequence[Any], sum_bytes: Any) -> None:
     """Write stores of tiles of sums."""
-    for i in range(vectors):
-        _call(builder, "tilestored64", _BYTE(i), _vector(builder, sums, i), sum_bytes)
-
-
-def _vector(builder: Any, sums: Any, i: int) -> Any:
-    return moved(builder, sums, _SIZE(ROW_BYTES * i), _BYTE)
+    for i, each in enumerate(sums):
+        _call(builder, "tilestored64", _BYTE(i), each, sum_bytes)
