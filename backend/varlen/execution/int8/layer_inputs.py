@@ -131,7 +131,7 @@ class _Layer:
     def keep_rows(self, x: Tensor, exact: Tensor) -> None:
         """Copy rows of an input and of its output, which measure the error."""
         step = -(-len(x) // _ERROR_ROWS)
-        self._rows.append((x[::step].clone(), exact[::step].float()))
+        self._rows.append((x[::step].clone(), exact[::step].to(torch.float32, copy=True)))
 
     def add(self, x: Tensor) -> None:
         """Add an input to the sums of products of two columns, in fp32."""
