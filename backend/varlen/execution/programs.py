@@ -108,7 +108,7 @@ def load_programs(
         checkpoint, config, kernels, link: arguments of `Runner`.
         longest: longest sequence, in tokens.
         workers: workers that hold adapters each.
-        seconds: most time to measure the fastest way to run linear layers; 0 measures none.
+        seconds: most time to measure a cut; 0 measures none, nor linear layers.
         beside: bytes of a KV block of a draft model.
 
     Raises:

@@ -135,6 +135,7 @@ class Usage:
     Attributes:
         name: name of the first of these results.
         first_op, last_op: the op that writes it first, and the last that reads or writes it; inclusive.
+        size: bytes.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Buffer:
 
     Attributes:
         usages: usage records in order of time.
+        size: bytes of each.
     """
 
     usages: tuple[Usage, ...]

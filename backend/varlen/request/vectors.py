@@ -226,7 +226,7 @@ DEFAULT_TOP_K = 5
 
 @dataclass(frozen=True, slots=True)
 class FilledToken:
-    """A token that may take the place of a mask."""
+    """A token that may take the place of a mask; its score is a probability."""
 
     token_id: int
     text: str

@@ -193,7 +193,7 @@ def calibrate(
 
 
 def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
-    """Divide prompts into batches of at most `texts` and `tokens`; a longer one is alone."""
+    """Divide prompts into batches of at most `texts` and `tokens`, or one longer prompt."""
     batches: list[list[Prompt]] = []
     room = 0
     for prompt in prompts:

@@ -82,7 +82,7 @@ _VECTORS = TILE_FEATURES // WIDTH
 _SUMS = ir.VectorType(_INT, WIDTH)
 # Bytes of sums of a block.
 _SUM_BYTES = 4 * SUM_ROWS * TILE_FEATURES
-# In which the sums of two tiles become results while the next ones are multiplied.
+# Parts in which sums of two tiles become results.
 _PARTS = 2 * (TILE_FEATURES // LANES)
 
 
