@@ -8,6 +8,7 @@ import transformers
 from tests.backend.models.oracle import assert_greedy
 from tests.checkpoints import SMALL_DECODERS, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
+from tests.threads import arriving_together
 from varlen.errors import RequestError
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
@@ -121,22 +122,17 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
     # one block more than the longest needs: with the policy `optimistic` sequences give back theirs
     settings = {**SETTINGS, "kv_policy": policy, "kv_bytes": 20 * block_bytes}
     settings["inter_token_latency_ms"] = latency
-    others = []
 
     with Generator.from_pretrained(folder, **settings) as generator:
-
-        def submit(index, on_part=None):
-            length, count = JOINED[index]
-            options = GenerationOptions(max_tokens=count, temperature=0, ignore_eos=True)
-            return generator.submit(prompt_of(length), options, on_part)
-
-        def submit_others(_, part):
-            # in the engine's thread, so that they arrive together, after the first token of the first
-            if not others:
-                others.extend(submit(index) for index in range(1, len(JOINED)))
-
-        answers = [submit(0, submit_others).result(60), *(each.result(60) for each in others)]
-        tokens = [list(answer.token_ids) for [answer] in answers]
+        with arriving_together(generator):
+            answers = [
+                generator.submit(
+                    prompt_of(length),
+                    GenerationOptions(max_tokens=count, temperature=0, ignore_eos=True),
+                )
+                for length, count in JOINED
+            ]
+        tokens = [list(answer.token_ids) for [answer] in (each.result(60) for each in answers)]
         end = generator.snapshot()
 
     for (length, count), found in zip(JOINED, tokens, strict=True):

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from tests.checkpoints import change_tensors, save_checkpoint, set_fields
+from tests.threads import arriving_together
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.in_process.generator import Generator
 from varlen.models.checkpoint_folder import Checkpoint
@@ -151,8 +152,8 @@ def test_answers_and_scores_of_mixed_searches_are_those_of_transformers(
     random.Random(0).shuffle(rows)
 
     with generator_of(folder, policy) as generator:
-        # all are there before the first one has ended
-        waits = [submit_case(generator, case, row) for case, row, _ in rows]
+        with arriving_together(generator):
+            waits = [submit_case(generator, case, row) for case, row, _ in rows]
         answers = [wait() for wait in waits]
         end = generator.snapshot()
 
@@ -198,7 +199,8 @@ def test_samples_and_searches_of_the_same_steps_do_not_change_each_other(folder)
     with generator_of(folder, "reserve") as generator:
         alone = [tokens_of(submit(generator, *each)) for each in requests]
     with generator_of(folder, "optimistic") as generator:
-        futures = [submit(generator, *each) for each in requests]
+        with arriving_together(generator):
+            futures = [submit(generator, *each) for each in requests]
         together = [tokens_of(future) for future in futures]
         end = generator.snapshot()
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import WEIGHTS, save_checkpoint
 from tests.processes import is_gone
+from tests.threads import arriving_together
 from varlen.config import EngineConfig
 from varlen.decoding.sampling.sampling import EditSlots
 from varlen.errors import ConfigError, EngineError, ModelFaultError
@@ -133,22 +134,27 @@ class Killer:
 def answers_of(generator, kinds, *, max_tokens=24):
     """Return the answer of each kind, and the parts that were sent."""
     parts = {}
-    futures = {}
-    for number, (kind, options) in enumerate(kinds.items()):
-        checked = generator._service.model.options({"max_tokens": max_tokens, **options})
 
-        def on_part(row, part, kind=kind):
+    def submit(number, kind, options):
+        def on_part(row, part):
             assert parts.get((kind, row, "end")) is None
             parts.setdefault((kind, row), []).extend(part.token_ids)
             if part.finish_reason is not None:
                 parts[kind, row, "end"] = part.finish_reason
 
+        checked = generator._service.model.options({"max_tokens": max_tokens, **options})
         prompt = (
             "a text to translate"
             if generator._service.checkpoint.translate
             else [*SHARED[: 20 + number], number + 1]
         )
-        futures[kind] = generator.submit(prompt, checked, on_part)
+        return generator.submit(prompt, checked, on_part)
+
+    with arriving_together(generator):
+        futures = {
+            kind: submit(number, kind, options)
+            for number, (kind, options) in enumerate(kinds.items())
+        }
     wait(futures.values(), SECONDS)
     return {kind: future.result(0) for kind, future in futures.items()}, parts
 

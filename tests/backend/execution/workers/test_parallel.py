@@ -15,6 +15,7 @@ from tests.adapters import overwrite, save_adapter
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.processes import is_gone
+from tests.threads import arriving_together
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, EngineError
@@ -87,13 +88,15 @@ def prompt_of(length):
 
 def answers(model):
     """Return the tokens of requests that run at the same time."""
-    requests = [
-        (prompt_of(length), {**options, "ignore_eos": "num_beams" not in options})
-        for length in LENGTHS
-        for options in OPTIONS
-    ]
-    with ThreadPoolExecutor(len(requests)) as pool:
-        running = [pool.submit(model.generate, [prompt], **options) for prompt, options in requests]
+    with arriving_together(model):
+        running = [
+            model.submit(
+                prompt_of(length),
+                model._service.model.options({**options, "ignore_eos": "num_beams" not in options}),
+            )
+            for length in LENGTHS
+            for options in OPTIONS
+        ]
     return [[each.token_ids for each in one.result()] for one in running]
 
 
