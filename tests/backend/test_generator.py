@@ -278,6 +278,27 @@ def test_refuses_what_it_cannot_serve(generator, prompt, options, message):
 
 
 @of_one_kind
+def test_a_list_of_prompts_is_one_request(generator):
+    prompts = [prompt_of(5), prompt_of(9, seed=1), prompt_of(5)]
+    options = {"max_tokens": 4, "temperature": 0.8, "seed": 2, "n": 2}
+    parts = []
+
+    answers = generator.generate(prompts, **options)
+
+    alone = [answer for prompt in prompts for answer in generator.generate([prompt], **options)]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+    checked = GenerationOptions(**options)
+    streamed = generator.submit_all(prompts, checked, lambda row, part: parts.append((row, part)))
+    assert streamed.result() == answers
+    assert {row for row, _ in parts} == {*range(6)}
+    assert generator.generate([]) == []
+    with pytest.raises(RequestError, match="row 1: input_ids has no tokens"):
+        generator.generate([[1], []])
+    with pytest.raises(RequestError, match="row 1: text is a list; send a string"):
+        generator.generate(["the", [1]])
+
+
+@of_one_kind
 @pytest.mark.parametrize("beams", [1, 3])
 def test_biases_and_bad_words_change_answers_as_with_transformers(generator, oracle, folder, beams):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -111,6 +111,28 @@ def test_iterations_start_requests_when_they_are_due(monkeypatch):
     assert [answer.tokens for answer in answers] == [[40, 41], [50]]
 
 
+def test_requests_that_are_due_together_start_as_a_list(monkeypatch):
+    VirtualTime.replace(monkeypatch)
+    lists = []
+
+    class Engine:
+        def __call__(self, prompt, limit, on_tokens):
+            raise AssertionError("one by one")
+
+        def submit_all(self, prompts, limit, on_tokens):
+            lists.append([len(prompt) for prompt in prompts])
+            run_batch(prompts, [limit] * len(prompts), on_tokens)
+            done = Future()
+            done.set_result(None)
+            return done
+
+    load = small((4, 2), (5, 2), (6, 1), (7, 1), due=[0.0, 0.0, 0.0, 0.1])
+    answers = drive_iterations(Engine(), load)
+
+    assert lists == [[4, 5], [6], [7]]
+    assert [answer.tokens for answer in answers] == [[40, 41], [50, 51], [60], [70]]
+
+
 class Stepped:
     """An engine whose step gives a token to each request; the token counts its steps."""
 

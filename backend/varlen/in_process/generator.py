@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -107,21 +107,20 @@ class Generator(InProcess):
         checked = self._service.model.options(options)
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; send a list of them")
-        running: list[Future[list[Generation]]] = []
+        if not len(prompts):
+            return []
+        answers = self.submit_all(prompts, checked)
         try:
-            for prompt in prompts:
-                running.append(self.submit(prompt, checked))  # noqa: PERF401  # kept if one is refused
-            return [answer for future in running for answer in future.result()]
+            return answers.result()
         finally:
-            # after an error the others would run on
-            for future in running:
-                future.cancel()
+            # after an interrupt it would run on
+            answers.cancel()
 
     def stream(self, prompt: str | TokenIds, **options: object) -> Iterator[GeneratedPart]:
         """Return an iterator of the parts of one answer; closing it stops the generation.
 
         Raises:
-            RequestError: the prompt or an option cannot be served; the message says why.
+            RequestError: see `generate`, or there are several answers.
         """
         checked = self._service.model.options(options)
         if checked.n != 1:
@@ -137,20 +136,29 @@ class Generator(InProcess):
         options: GenerationOptions,
         on_part: Callable[[int, GeneratedPart], None] | None = None,
     ) -> Future[list[Generation]]:
-        """Start to generate; cancel the returned future to stop.
+        """Start to generate for one prompt; see `submit_all`."""
+        return self.submit_all([prompt], options, on_part)
+
+    def submit_all(
+        self,
+        prompts: Sequence[str | TokenIds],
+        options: GenerationOptions,
+        on_part: Callable[[int, GeneratedPart], None] | None = None,
+    ) -> Future[list[Generation]]:
+        """Start to generate; cancel the returned future to stop. A prompt that fails ends all.
 
         Args:
-            prompt: a text or a row of token ids.
-            on_part: called with the number of the sample and each part, in the engine's thread.
+            prompts: texts, or rows of token ids; at least one.
+            on_part: called with the number of the sample among all, and each part, in the engine's thread.
 
         Raises:
-            RequestError: the prompt or an option cannot be served; the message says why.
+            RequestError: see `generate`.
         """
-        reply = _FutureReply(options.n, on_part)
+        reply = _FutureReply(options.n * len(prompts), on_part)
         request_options = RequestOptions(
             generation=options, streams=on_part is not None, adapter=self._adapter
         )
-        request = Request((self._prompt(prompt),), request_options)
+        request = Request(self._prompts(prompts), request_options)
         self._service.model.submit(request, reply)
         return reply.answers
 
@@ -158,11 +166,11 @@ class Generator(InProcess):
         """Return how many sequences run and wait, the use of KV blocks, and totals."""
         return self._service.model.scheduler.snapshot()
 
-    def _prompt(self, prompt: str | TokenIds) -> Prompt:
+    def _prompts(self, prompts: Sequence[str | TokenIds]) -> tuple[Prompt, ...]:
         intake = self._service.intake
-        if isinstance(prompt, str):
-            return intake.texts([prompt], truncate=False)[0]
-        return intake.token_ids([np.asarray(prompt, dtype=np.int64)])[0]
+        if any(isinstance(prompt, str) for prompt in prompts):
+            return intake.texts(cast("Sequence[str]", prompts), truncate=False)
+        return intake.token_ids([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
 
 
 def _parts(

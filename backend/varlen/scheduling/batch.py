@@ -149,6 +149,7 @@ class GeneratedSequence(SequenceState):
     """
 
     sample: int = 0
+    generation: GenerationOptions = field(init=False)
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     num_unknown: int = 0
@@ -158,6 +159,7 @@ class GeneratedSequence(SequenceState):
     is_searched: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.generation = cast(GenerationOptions, self.options.generation)
         self.token_ids = self.prompt.token_ids.tolist()
         self.is_searched = self.generation.is_search or self.prompt.num_source_tokens > 0
 
@@ -169,12 +171,6 @@ class GeneratedSequence(SequenceState):
         SequenceState.finish(self)
         if not self.is_searched:
             self.sampler_state = None
-
-    @property
-    def generation(self) -> GenerationOptions:
-        options = self.options.generation
-        assert options is not None
-        return options
 
     @property
     def first_sample(self) -> tuple[RequestState, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from varlen_bench.compare.systems import System
@@ -19,7 +20,8 @@ Ids: TypeAlias = Sequence[int]
 OnTokens: TypeAlias = Callable[[int, Ids, float], None]
 # Runs a batch to its end: prompts, and the most tokens of each answer.
 RunBatch: TypeAlias = Callable[[Sequence[Ids], Sequence[int], OnTokens], None]
-# Starts one request; the future is done after its last token.
+# Starts one request; the future is done after its last token. An engine that takes lists has `submit_all`, too, which
+# starts prompts of one limit.
 Submit: TypeAlias = Callable[[Ids, int, OnTokens], "Future[Any]"]
 
 # What a speed counts.
@@ -77,13 +79,23 @@ class Answer:
 
 
 def drive_iterations(submit: Submit, requests: Requests) -> list[Answer]:
-    """Return the answers to requests that start when they are due."""
+    """Return the answers to requests that start when they are due.
+
+    Those that are due together and have one limit start together, if the engine takes lists.
+    """
     answers = [Answer(due) for due in requests.due]
     running = []
+    submit_all = getattr(submit, "submit_all", None)
     began = time.perf_counter()
-    for answer, prompt, limit in zip(answers, requests.prompts, requests.limits, strict=True):
-        _sleep_until(began + answer.due)
-        running.append(submit(prompt, limit, _recorder([answer], began)))
+    order = zip(requests.due, requests.limits, requests.prompts, answers, strict=True)
+    for (due, limit), group in groupby(order, key=lambda request: request[:2]):
+        _, _, prompts, own = zip(*group, strict=True)
+        _sleep_until(began + due)
+        if submit_all is not None:
+            running.append(submit_all(prompts, limit, _recorder(own, began)))
+            continue
+        for prompt, answer in zip(prompts, own, strict=True):
+            running.append(submit(prompt, limit, _recorder([answer], began)))
     for each in running:
         each.result(timeout=_ANSWER_SECONDS)
     return answers

@@ -181,16 +181,20 @@ class VarlenRequests:
 
     def __call__(self, prompt: Ids, count: int, on_tokens: OnTokens) -> Future[Any]:
         """Start one request."""
+        return self.submit_all([prompt], count, on_tokens)
+
+    def submit_all(self, prompts: Sequence[Ids], limit: int, on_tokens: OnTokens) -> Future[Any]:
+        """Start requests that have one limit."""
         from varlen.request.generation import GenerationOptions
 
-        def on_part(_: int, part: GeneratedPart) -> None:
+        def on_part(row: int, part: GeneratedPart) -> None:
             moment, tokens = time.perf_counter(), part.token_ids
             on_tokens(
-                0, tokens if self.end is None else [x for x in tokens if x != self.end], moment
+                row, tokens if self.end is None else [x for x in tokens if x != self.end], moment
             )
 
-        options = GenerationOptions(max_tokens=count, **self.options)
-        return self.generator.submit(prompt, options, on_part)
+        options = GenerationOptions(max_tokens=limit, **self.options)
+        return self.generator.submit_all(prompts, options, on_part)
 
     def counts(self) -> dict[str, int]:
         """Return the drafted tokens so far, and those that were chosen."""

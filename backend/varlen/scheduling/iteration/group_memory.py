@@ -134,13 +134,12 @@ class GroupMemory:
 
     def held(self, group: Group) -> int:
         """Return the number of blocks that a group holds or reserves, shared ones too."""
-        return group.reserved + sum(map(len, _tables(group)))
+        return group.reserved + len(_blocks(group))
 
     def freed(self, group: Group) -> int:
         """Return the number of blocks that are available once a group is released, at least."""
         is_shared = self.blocks.is_shared
-        own = (block for table in _tables(group) for block in table if not is_shared(block))
-        return group.reserved + sum(1 for _ in own)
+        return group.reserved + sum(not is_shared(block) for block in _blocks(group))
 
     def allocate_first(self, group: Group, *, keep: int) -> bool:
         """Give a group its first blocks; return False if too few are available.
@@ -267,8 +266,8 @@ class GroupMemory:
         return True
 
     def _extend_beams(self, group: Group, beams: BeamBlocks) -> bool:
-        position = group.first.num_computed
-        while len(beams.blocks) < beams.column(position).stop:
+        end = beams.column(group.first.num_computed).stop
+        while len(beams.blocks) < end:
             if not group.reserved and not self.blocks.available:
                 return False
             beams.blocks.append(self._allocate(group))
@@ -341,8 +340,7 @@ class GroupMemory:
         return alone
 
     def release(self, group: Group) -> None:
-        for table in _tables(group):
-            self.copies.release(table)
+        self.copies.release(_blocks(group))
         group.first.block_ids = array("i")
         if group.beams is not None:
             for slot in group.beams.slots:
@@ -446,10 +444,10 @@ class GroupMemory:
         return is_reserved
 
 
-def _tables(group: Group) -> tuple[Sequence[int], ...]:
-    """Return the lists of blocks that a group holds."""
+def _blocks(group: Group) -> list[int]:
+    """Return the blocks that a group holds."""
     own = [] if group.beams is None else group.beams.held()
-    return group.first.block_ids, group.source_block_ids, own
+    return [*group.first.block_ids, *group.source_block_ids, *own]
 
 
 def divide_step(parts: Sequence[Part], step_tokens: int) -> list[int]:
