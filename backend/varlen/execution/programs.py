@@ -2,8 +2,7 @@
 
 A model that runs whole sequences has one: its encoder with the head of a task. With further outputs it has its encoder,
 and a head for each task, which runs for the sequences that ask for it. A model of spans may have an encoder of labels
-behind it. A model that generates has the step of
-its decoder, then the encoder of its source texts, if it has one.
+behind it. A model that generates has the step of its decoder, then the encoder of its source texts, if it has one.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class LoadedPrograms:
     """The programs of a loaded model; they hold the weights.
 
     Attributes:
-        programs: the encoder with its head, and the encoder of labels, if there is one; the encoder and then the head
-            of each of several tasks; or the step of the decoder and the encoder of its sources, if there is one.
+        programs: the programs, in the order that the module names.
         vocab_size, type_vocab_size: ids below these are valid.
         cost_fields: fields that decide the run time of batches beside settings.
         kv: size of the KV caches, if the model generates.
@@ -294,13 +292,16 @@ class WholeSequences:
 
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading, self._stage = loading, stage
-        self._encoder = self._load(loading.dtype)
+        if loading.codes is None and loading.config.dtype in BITS:
+            self._calibrated = CalibratedEncoder(self._load, loading.checkpoint)
+        else:
+            self._load(loading.dtype)
         self.vocab_size = self._encoder.token_table.vocab_size
         self.type_vocab_size = self._encoder.type_vocab_size
 
     def _load(self, dtype: torch.dtype) -> EncoderModel:
         loading = self._loading
-        return load_encoder(
+        encoder = load_encoder(
             loading.checkpoint,
             dtype,
             loading.weights_device,
@@ -308,6 +309,9 @@ class WholeSequences:
             self._stage,
             keeps_codes=loading.keeps_codes,
         )
+        if dtype == loading.dtype:
+            self._encoder = encoder
+        return encoder
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:
@@ -394,12 +398,8 @@ class WholeSequences:
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        def load(dtype: torch.dtype) -> EncoderModel:
-            return self._encoder if dtype == self._loading.dtype else self._load(dtype)
-
-        calibrated = CalibratedEncoder(load, self._loading.checkpoint)
         body, *heads = programs
-        return (*to_int8(calibrated, [body], cache, bits, cores), *heads)
+        return (*to_int8(self._calibrated, [body], cache, bits, cores), *heads)
 
 
 class Steps:

@@ -1,10 +1,8 @@
 """Linear layers in int8: calibration, its file beside a checkpoint, and quality beside fp32.
 
 A quantized program has the same ops with quantized weights.
-docs/operating/int8.md describes the arithmetic and its quality. On a GPU, weights in codes of 8 bits are loaded into
-memory of the host, and codes are made on the GPU, layer by layer: it holds a byte of each.
-docs/decisions/0128-codes-on-a-gpu.md has the reasons.
-`int8_model` computes a calibration.
+docs/operating/int8.md describes the arithmetic and its quality. For a GPU, the host loads weights, and the GPU makes
+their codes, layer by layer (docs/decisions/0128-codes-on-a-gpu.md).
 """
 
 import hashlib
@@ -399,7 +397,6 @@ class Calibration:
         checkpoint: hash of the checkpoint's architecture, see `fingerprint.checkpoint_hash`.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the model, in the order in which its programs have them.
-        quality: quality of the whole model.
     """
 
     checkpoint: str

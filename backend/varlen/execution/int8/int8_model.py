@@ -29,7 +29,6 @@ from varlen.execution.int8.calibration import (
     product_of,
     quantize_layers,
     use_int8,
-    weights_hash,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
 from varlen.execution.int8.layer_inputs import OnProgress, calibrate_layers
@@ -64,15 +63,17 @@ class CalibratedModel(Protocol[_Answer]):
     """A model on the CPU, as calibration runs and measures it.
 
     Attributes:
+        weights: hash of the weights of `programs`.
         served: the same programs in the dtype of what stays beside int8.
         longest: longest text, in tokens; longer ones are cut.
         most_texts: largest batch, in texts.
-        seen_tokens, measured_tokens: largest batches that calibrate and that measure quality, in tokens.
+        seen_tokens, measured_tokens: most tokens of a batch that calibrates, and that measures quality.
     """
 
     name: str
     checkpoint: Checkpoint
     programs: tuple[Program, ...]
+    weights: str
     served: tuple[Program, ...]
     longest: int
     most_texts: int
@@ -109,7 +110,7 @@ def to_int8(
 
     Raises:
         CheckpointError: the stored calibration is damaged.
-        ConfigError: see `check_int8`.
+        ConfigError: ops cannot be compiled here.
     """
     check_int8(bits)
     calibration, source = _calibration(model, cache, bits, cores)
@@ -142,16 +143,13 @@ def calibrate(
     bits: WeightBits = 8,
     on_progress: OnProgress = lambda *_: None,
     cores: int = 0,
-    hashes: tuple[str, str] | None = None,
 ) -> Calibration:
     """Return the calibration of a model on this CPU.
 
     Args:
-        texts: LEAST_TEXTS or more texts; every second one measures the quality.
-        cores: number of cores to use; 0 is torch's number of threads.
-        hashes: hashes of architecture and weights, if they are known.
+        texts: LEAST_TEXTS or more; every second one measures the quality.
+        cores: cores to use; 0 is torch's number of threads.
     """
-    hashes = hashes or _hashes_of(model)
     cores = cores or torch.get_num_threads()
     # each core has work of its own: threads of one product would wait for each other
     with torch_threads(1), torch.inference_mode():
@@ -189,7 +187,8 @@ def calibrate(
         )
         programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
         quality = model.compare(answers(programs), expected, held_out)
-        return Calibration(*hashes, bits, product_of(bits).levels, tuple(found.values()), quality)
+        hashes, levels = _hashes_of(model), product_of(bits).levels
+        return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
 
 
 def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
@@ -225,7 +224,7 @@ def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
 
 
 def _hashes_of(model: CalibratedModel[_Answer]) -> tuple[str, str]:
-    return checkpoint_hash(model.checkpoint.folder), weights_hash(model.programs)
+    return checkpoint_hash(model.checkpoint.folder), model.weights
 
 
 def check_int8(bits: WeightBits = 8) -> None:
@@ -293,7 +292,7 @@ def _calibration(
         if cached is not None and _fits(cached, model, bits):
             return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores, hashes)
+    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores)
     if cache is not None:
         try:
             with CacheFolder(cache).writing(name) as path:

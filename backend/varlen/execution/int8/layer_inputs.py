@@ -1,16 +1,14 @@
 """Codes and errors of linear layers, from their inputs.
 
-The model runs over a few texts in one batch. As soon as a layer has run, its codes are chosen in another thread. Texts
-that need several batches are run once for each group of layers whose sums fit into memory.
+The model runs over a few texts in one batch. As soon as a layer has run, its codes are chosen in another thread.
 
 The nearest codes make the smallest error of each weight. The error of a layer's output is smaller if later columns
 correct the error of earlier ones, which they can where the inputs of both go together.
 Source: LDLQ, Chee et al. 2023, arXiv:2307.13304, section 3; the same codes as GPTQ, Frantar et al. 2022,
 arXiv:2210.17323, without an inverse. Columns with large inputs come first, as with GPTQ's `act_order`.
 
-An encoder answers a text with a vector, a model that generates with the logits of each token. Its steps run
-with small KV caches: a prompt is one step. Where an encoder reads source texts, the targets are what the model itself
-makes of them in fp32, by greedy search.
+A model that generates answers with the logits of each token, in steps with small KV caches: a prompt is one. Where an
+encoder reads source texts, the targets are what the model itself makes of them in fp32, by greedy search.
 """
 
 from array import array
@@ -39,6 +37,7 @@ from varlen.execution.int8.calibration import (
     layer_key,
     linear_weights,
     product_of,
+    weights_hash,
 )
 from varlen.execution.packing import (
     dims_of,
@@ -305,8 +304,7 @@ def _best_scale(weight: Tensor, scale: Tensor, sizes: Tensor, bits: WeightBits) 
     """Return the scale of each feature whose nearest codes have the smallest error.
 
     Args:
-        weight: `[hidden, features]` fp32.
-        scale: `[features]` fp32.
+        weight, scale: `[hidden, features]` and `[features]` fp32.
         sizes: `[hidden]`, mean squares of the columns of the input, in any unit.
     """
     largest = largest_code(bits)
@@ -341,10 +339,22 @@ def calibration_kv(dtype: torch.dtype) -> KvSize:
 
 def _in_both(
     record: Callable[[torch.dtype], tuple[Program, ...]],
-) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
-    """Return programs in fp32, and in the dtype of what stays beside int8."""
-    programs, dtype = record(torch.float32), choose_dtype("int8", _CPU)
-    return programs, programs if dtype == torch.float32 else record(dtype)
+) -> tuple[tuple[Program, ...], str, tuple[Program, ...]]:
+    """Return programs in fp32, the hash of their weights, and programs as they are served.
+
+    Both are loaded at the same time.
+    """
+
+    def exact() -> tuple[tuple[Program, ...], str]:
+        programs = record(torch.float32)
+        return programs, weights_hash(programs)
+
+    dtype = choose_dtype("int8", _CPU)
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        found = thread.submit(exact)
+        served = None if dtype == torch.float32 else record(dtype)
+        programs, weights = found.result()
+    return programs, weights, served or programs
 
 
 class CalibratedDecoder:
@@ -356,7 +366,7 @@ class CalibratedDecoder:
         self, record: Callable[[torch.dtype], tuple[Program, ...]], checkpoint: Checkpoint
     ) -> None:
         """Record the programs of `record_steps` on the CPU, with `calibration_kv`."""
-        self.programs, self.served = _in_both(record)
+        self.programs, self.weights, self.served = _in_both(record)
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
@@ -383,7 +393,7 @@ class CalibratedDecoder:
     def run(
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[Tensor]:
-        """Yield the logits of each prompt, `[tokens, vocabulary]`; see `CalibratedModel`."""
+        """Yield the logits of each prompt, `[tokens, vocabulary]`."""
         chunks = [
             _chunk(prompt, 0, prompt.token_ids, place, encodes=True)
             for place, prompt in enumerate(prompts)
@@ -473,14 +483,14 @@ def _chunk(
 
 
 class CalibratedEncoder:
-    """An encoder with one vector per text, whatever the task is; see `CalibratedModel`."""
+    """An encoder with one vector per text, whatever the task is."""
 
     name: str = "encoder"
     most_texts = seen_tokens = 8192
     measured_tokens = 2048
 
     def __init__(self, load: Callable[[torch.dtype], EncoderModel], checkpoint: Checkpoint) -> None:
-        """Record the encoder, which `load` returns on the CPU."""
+        """Record the encoder, which `load` returns on the CPU; any thread may call it."""
         self.checkpoint = checkpoint
         self.longest = checkpoint.max_sequence_tokens
 
@@ -490,7 +500,7 @@ class CalibratedEncoder:
             head = record_head(ops, "embed", encoder.heads, hidden, checkpoint.pooling)
             return (ops.finish(head),)
 
-        self.programs, self.served = _in_both(record)
+        self.programs, self.weights, self.served = _in_both(record)
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         return [Prompt(text) for text in texts]
@@ -498,7 +508,7 @@ class CalibratedEncoder:
     def run(
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[Float32Array]:
-        """Yield the vector of each prompt, `[hidden]`; see `CalibratedModel`."""
+        """Yield the vector of each prompt, `[hidden]`."""
         (program,) = programs
         lengths = [prompt.num_tokens for prompt in prompts]
         dims = dims_of(lengths)
