@@ -20,8 +20,9 @@ from pathlib import Path
 from varlen.errors import EngineError
 
 _LOGGERS = ("varlen", "varlen_kernels")
-# Option of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+# Options of prctl, on Linux: the signal when the thread ends that started this process, and its name.
 _SET_PARENT_DEATH_SIGNAL = 1
+_SET_NAME = 15
 # mallopt's parameter: blocks from this size on are mapped, and returned to the system when freed.
 _M_MMAP_THRESHOLD = -3
 # By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
@@ -36,8 +37,8 @@ _C_LIBRARY = ctypes.CDLL(None)
 def start_module(
     name: str,
     connection: socket.socket,
-    environment: Mapping[str, str],
     *arguments: str,
+    environment: Mapping[str, str],
     stdin: int,
     new_session: bool = True,
 ) -> "subprocess.Popen[bytes]":
@@ -63,9 +64,14 @@ def start_module(
 def end_with_parent() -> None:
     """Have the system end this process with the thread that started it.
 
-    A control socket tells of that end too, but not a process that is stopped, or that waits for another one.
+    A control socket tells of that end too, but not a process that waits for another one.
     """
     _C_LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Set what `ps -o comm` shows, at most 15 characters."""
+    _C_LIBRARY.prctl(_SET_NAME, name.encode())
 
 
 def log_by(handler: logging.Handler) -> None:

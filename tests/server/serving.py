@@ -22,6 +22,7 @@ from varlen.execution.runner import Runner
 from varlen.execution.workers import process
 from varlen.execution.workers.compiled_work import StoredModel, torch_reason, write_model
 from varlen.tasks import ITERATIVE_TASKS
+from varlen_bench.harness.resident import hosts_of
 from varlen_tools.local_server import LOOPBACK, LocalServer
 from varlen_tools.model_source import find_source
 from varlen_tools.scratch import remove_unused
@@ -257,19 +258,19 @@ def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
 
 def worker_processes(stub_pid: int) -> tuple[int, list[int]]:
     """Return the process ids of a stub's host of workers and of the workers."""
-    (host,) = _children(stub_pid)
+    (host,) = hosts_of(stub_pid)
     return host, _children(host)
 
 
 def step_worker(stub_pid: int) -> int:
     """Return the process id of the worker of a model that generates."""
-    (worker,) = _children(stub_pid)
+    (worker,) = hosts_of(stub_pid)
     return worker
 
 
 def holders_of(stub_pid: int) -> list[int]:
     """Return the process ids of the ranks or stages of a model, the leader first."""
-    (leader,) = _children(stub_pid)
+    (leader,) = hosts_of(stub_pid)
     return [leader, *_children(leader)]
 
 

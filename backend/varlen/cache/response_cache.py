@@ -143,9 +143,8 @@ class JoinLimits:
 
     Attributes:
         max_flight_tokens: largest request of several sequences that others may join, in tokens; a larger one takes
-            several batches, and a request that needs one row of it should not wait for all.
-        max_requests, max_tokens: limits of all requests that wait like this, which no queue counts; beyond them a
-            request runs by itself.
+            several batches.
+        max_requests, max_tokens: limits of all requests that wait like this; beyond them a request runs by itself.
     """
 
     max_flight_tokens: int

@@ -2,8 +2,7 @@
 
     seconds = max(floor, fixed + s * sequences + t * tokens + q * sum of squared lengths)
 
-Weights are read once a batch, linear layers cost by tokens, and attention by squared lengths. The floor is the cost
-of a batch that is too small to fill a GPU.
+Linear layers cost by tokens, and attention by squared lengths. The floor is a batch that is too small to fill a GPU.
 """
 
 from __future__ import annotations

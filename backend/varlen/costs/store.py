@@ -1,11 +1,11 @@
 """Costs of batches: measured within a time limit, and kept on disk.
 
-The speed of a shared machine changes within seconds. A reference batch therefore runs now and then, and every
-measured time is normalized by the references around it.
+The speed of a shared machine changes within seconds: every time is normalized by a reference batch that runs now and
+then.
 
-A second start measures nothing. A file of JSON holds each entry. The key of costs has all that decides them: model,
-device, libraries and others. Servers may share one folder. No problem with it is an error but a warning: a damaged
-entry is replaced, and a folder that cannot be read or written, or that other users can write to, is not used.
+A second start measures nothing. A file of JSON holds each entry, whose key has all that decides costs. Servers may
+share one folder. Problems with it are warnings: a damaged entry is replaced, and a folder that cannot be read or
+written, or that other users can write to, is not used.
 """
 
 from __future__ import annotations

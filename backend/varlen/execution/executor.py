@@ -5,12 +5,11 @@ of its own (`OverlappingExecutor`). `thread_executor` has batches that run at th
 
 `StepLauncher` launches steps of generation before the device has run the ones before them. A step whose tokens and
 beams are chosen from its logits alone is launched as a whole, and the next one behind it: the device gives it the
-tokens. Where the host takes part in the choice, for a grammar or log probabilities, it needs the tokens before, so the
-next step starts after that. docs/decisions/0059-steps-ahead.md has the reasons.
+tokens. Where the host takes part in the choice, for a grammar or log probabilities, the next step starts after that.
+docs/decisions/0059-steps-ahead.md has the reasons.
 
-A kernel that never ends cannot be stopped. So there is a limit on the time in which a GPU has to end a batch
-(`with_timeout`): then the batches in flight fail as on a lost GPU, which stops the model until a reload.
-docs/decisions/0037-hung-gpu.md has the reasons.
+A kernel that never ends cannot be stopped. Beyond a limit (`with_timeout`) the batches in flight fail as on a lost GPU;
+docs/decisions/0037-hung-gpu.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What a loaded model knows of the other processes that hold it with this one.
 
 They are ranks, which each have a part of every layer, or the stages of a pipeline, which each have some layers. Rank 0
-leads, or the last stage: it decides, and says what runs next before it runs that itself. The others follow. Ranks run
-the same ops on the same rows, and meet in the collectives of their programs. A stage waits for the one before it, which
-leaves what it hands over in memory of both. There are as many slots of it as batches may be in flight. A batch has its
-slot until all stages have run it, so nothing waits for a free one.
+leads, or the last stage: it says what runs next. Ranks run the same ops on the same rows, and meet in the collectives
+of their programs. A stage waits for the one before it, which leaves what it hands over in
+memory of both, in one of as many slots as batches may be in flight.
 """
 
 from __future__ import annotations

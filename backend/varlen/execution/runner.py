@@ -4,9 +4,8 @@ A batch is some sequences, each with a number of tokens: all of its tokens in a 
 tokens of one step in a model that generates. `model_state` has the differences.
 
 A model that extracts spans has labels, which are no tokens of a text for the scheduler, so a batch may have more than
-memory holds, and then runs in parts. With a second encoder, for labels, the result for a label depends on no text: it
-is kept by the label's tokens, and the ones that were used longest ago make room. Labels that are not kept are packed as
-texts are.
+memory holds, and then runs in parts. With a second encoder, for labels, results are kept by the label's tokens; those
+used longest ago make room.
 """
 
 from __future__ import annotations

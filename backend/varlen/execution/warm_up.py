@@ -1,9 +1,8 @@
 """Batches and steps that run before a model serves.
 
 They show whether it computes numbers, and compile what its steps need: on a GPU, the batch of a capture has no
-sequence, so it runs little of attention, and a fault there would show in service first. Which kernels run depends on
-the mean new tokens of a step, on whether it has several sequences, and on whether single tokens beside prompts are read
-in splits, whose number follows from the number of sequences.
+sequence, and runs little of attention. Which kernels run depends on the mean new tokens of a step, on whether it has
+several sequences, and on whether single tokens beside prompts are read in splits.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The step of a draft that is due first runs next, so short texts pass long ones, 
     due = arrival + bytes of the draft up to and with this step / (bytes per second * (1 + priority))
 
 `due` never changes, so every step has its turn; docs/decisions/0024-tokenizer-threads.md has the reasons.
-Every draft ends in exactly one way: it is accepted as a request, or its reply fails.
+Every draft is accepted as a request, or its reply fails.
 """
 
 import heapq

@@ -3,7 +3,7 @@
 One per worker, on one device. Batches follow one another in it. It lies in a chunk: a fixed capacity, reserved up to
 the largest plan. On a CPU that is `planner.HostPages`. On a GPU the capacity is one allocation, or address space too:
 an address that was reserved stays valid, whatever is mapped there, so captured graphs stay valid too. Calls go to the
-driver's own library: nothing has to be installed beside it.
+driver's own library.
 Source: CUDA driver API, "Virtual Memory Management".
 """
 

@@ -1,7 +1,7 @@
 """The planner: offsets of all buffers of a batch, such that live buffers never overlap.
 
-Usage records have the lifetime and size of each intermediate. They are derived from the recorded program, never written
-by hand. Sizes are symbolic, so one set of records serves batches of every shape.
+Usage records, derived from the recorded program, have the lifetime of each intermediate, and its size in symbols: one
+set of records serves batches of every shape.
 
 Greedy by size: the largest buffer first, each into the smallest gap that holds it. Integers only;
 the same sizes give the same plan, whatever was planned before.

@@ -1,7 +1,7 @@
 """Low-rank adapters in a program: the layers that have them, and their tables.
 
 A batch brings the rows that have an adapter, sorted by it. One op adds to a layer what the factors of the adapters
-give, which stand in slots of tables; a loader writes them between batches. A program without adapters records nothing.
+give, which stand in slots of tables; a loader writes them between batches.
 Source: Hu et al. 2021, arXiv:2106.09685 (LoRA); Chen et al. 2023, arXiv:2310.18547 (one grouped product for a batch of
 many adapters); Sheng et al. 2023, arXiv:2311.03285 (adapters that take turns in bounded memory).
 """

@@ -144,7 +144,7 @@ class _Host:
     def __init__(self, setup: Mapping[str, object]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = start_module(_HOST, theirs, _ENVIRONMENT, stdin=subprocess.PIPE)
+            process = start_module(_HOST, theirs, environment=_ENVIRONMENT, stdin=subprocess.PIPE)
         self._process = process
         # also without a call of `close`, the process ends and is waited for
         self._end = weakref.finalize(self, _end_host, self._control, process)

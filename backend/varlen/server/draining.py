@@ -66,7 +66,7 @@ class DrainWatch:
 
 def marker_of(pid: int, folder: Path = FOLDER) -> Path | None:
     """Return how the files of a server begin; None without such a process."""
-    started = _start_time(pid)
+    started = start_time(pid)
     return None if started is None else folder / f"{_PREFIX}{pid}_{started}"
 
 
@@ -117,7 +117,7 @@ def remove_stale_markers(folder: Path = FOLDER) -> None:
                 path.unlink()
 
 
-def _start_time(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Return the start time of a process, in ticks since the system's start."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

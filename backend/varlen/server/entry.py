@@ -4,7 +4,7 @@ The server punishes some mistakes with a crash, a hung client or a model that ne
 
 * `execute` never raises, and returns None at once: responses leave later from sender threads.
 * Every request gets exactly one final response, on every path (`server_replies`).
-* The module is imported twice per load, once only to complete the configuration: torch is imported inside `initialize`.
+* The module is imported twice per load, once only to complete the configuration.
 * The server shows a load error to its clients, with the file of each frame: messages and frames name no path.
 """
 
@@ -16,7 +16,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +45,7 @@ from varlen.server.process import (
     end_process_soon,
     log_to_server,
     server_caches,
+    server_starts,
     start_exporter,
     start_watchdog,
 )
@@ -256,16 +256,16 @@ class TritonPythonModel:
 def _load_service(
     kind: type[ServedKind], folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service[Any]:
+    _set_environment(kind)
+    parts = kind.parts()
+    from varlen.service.service import Service
+
+    return Service.load(parts, folder, config, stats, gpu=gpu, isolated=True)
+
+
+def _set_environment(kind: type[ServedKind]) -> None:
     for name, value in kind.environment.items():
         os.environ.setdefault(name, value)
-    from varlen.execution.workers.process import excludes_gpu, started_early
-
-    early = started_early(folder, config, generates=kind.streams)
-    with early if excludes_gpu(config.device) else nullcontext():
-        parts = kind.parts()
-        from varlen.service.service import Service
-
-        return Service.load(parts, folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _open_checkpoint(config: EngineConfig) -> Checkpoint:
@@ -277,6 +277,11 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
     model = read_model(given, _open_checkpoint, is_complete=False, server_caches=server_caches())
     kind = kind_of(model.task)
+    if server_starts():
+        _set_environment(kind)
+        from varlen.execution.workers.process import start_early
+
+        start_early(model.checkpoint.folder, model.config, generates=kind.streams)
     inputs, outputs = tensors_of(model.task, model.checkpoint, model.config.further_tasks)
     # what the user wrote stays
     if not given["input"]:

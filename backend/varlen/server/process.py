@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
 from varlen.processes import log_by, set_log_level, trim_heap
+from varlen.server.draining import start_time
 from varlen.server.shared_memory import pool_file
 from varlen.telemetry.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 # Seconds between two trims of the heap, and the CPU seconds without which a trim is skipped.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
+
+# Within these seconds a server loads its first models.
+_START_SECONDS = 600.0
 
 # A process whose GPU has hung has this many seconds to end by itself.
 _END_SECONDS = 5
@@ -115,6 +119,12 @@ def server_caches() -> bool:
     except OSError:
         # unknown: answers out of a cache could be wrong
         return True
+
+
+def server_starts() -> bool:
+    """Return whether the server of this process has started a short time ago."""
+    seconds = int(start_time(os.getppid()) or 0) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) < seconds + _START_SECONDS
 
 
 class MemoryTrimmer:

@@ -40,9 +40,8 @@ def costs_for(
 ) -> CostModel:
     """Return the cost model of a model: stored, measured, or assumed.
 
-    If `warmup_seconds` is 0, costs are assumed, and none are read or written. What int8 gives is logged where it was
-    measured before.
-    Nothing else may use the executor meanwhile.
+    If `warmup_seconds` is 0, none are read or written. What int8 gives is logged where it was measured before. Nothing
+    else may use the executor meanwhile.
     """
     if price := _int8_price(info, checkpoint, config):
         _log.info("%s (measured before on this machine)", price)

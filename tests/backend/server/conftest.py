@@ -11,6 +11,7 @@ import pytest
 
 from tests.backend.fakes.server_api import of_fake
 from tests.backend.model_configs import initialize_args, model_config
+from varlen.execution.workers import process
 from varlen.service import generation, one_shot
 
 SERVER_MODULES = ("varlen.server.entry", "varlen.server.process", "varlen.server.replies")
@@ -37,6 +38,8 @@ def server_model(pb_utils, monkeypatch):
     # it visits all that this process has imported: a second
     monkeypatch.setattr(module, "freeze_objects", lambda: None)
     monkeypatch.setattr(module, "drop_library_pages", lambda: None)
+    # this process does not end before the model loads
+    monkeypatch.setattr(process, "start_early", lambda *_, **__: None)
     restricted = sys.modules[pb_utils.__name__]
     entry = module.TritonPythonModel
     for name in ("execute", "auto_complete_config"):

@@ -78,6 +78,15 @@ def test_sockets_that_came_through_exec_are_closed():
             assert ours.recv(1) == b""
 
 
+def test_a_server_starts_for_a_time(server_process, monkeypatch, zombie):
+    monkeypatch.setattr(os, "getppid", lambda: zombie.pid)
+    assert server_process.server_starts()
+
+    monkeypatch.setattr(server_process, "_START_SECONDS", -1.0)
+
+    assert not server_process.server_starts()
+
+
 @pytest.fixture
 def watch(server_process):
     """Return a function that starts a watchdog for a process and its parent."""

@@ -20,10 +20,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen_bench.harness.resident import model_process
+from varlen_bench.harness.resident import children_of, hosts_of, model_process
 from varlen_tools.local_server import LOOPBACK, LocalServer, ServerError, free_port
 
-_WORKER = "varlen.execution.workers.child"
 CONFIGURATIONS = Path(__file__).resolve().parents[3] / "deploy"
 
 # Longer than anything takes on a busy machine. Only a failure waits this long.
@@ -118,20 +117,7 @@ FAULTS: dict[str, Fault] = {
 
 def worker_processes(stub: int) -> list[int]:
     """Return the ids of the worker processes of a model's stub."""
-    return [
-        worker
-        for host in _children(stub)
-        if _WORKER in Path(f"/proc/{host}/cmdline").read_text("utf-8").split("\0")
-        for worker in _children(host)
-    ]
-
-
-def _children(pid: int) -> list[int]:
-    # /proc lists the children of each thread apart
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [
-        int(child) for each in threads for child in (each / "children").read_text("utf-8").split()
-    ]
+    return [worker for host in hosts_of(stub) for worker in children_of(host)]
 
 
 class Proxy(ABC):

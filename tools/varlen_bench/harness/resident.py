@@ -119,13 +119,35 @@ def resident_peak() -> Iterator[ResidentPeak]:
     peak.above = max(0, highest - before)
 
 
-def _family(pid: int) -> Iterator[int]:
-    yield pid
+def children_of(pid: int) -> list[int]:
+    """Return the ids of the children of a process."""
+    found: list[int] = []
     with suppress(OSError):
         # each thread has children of its own
         for thread in Path("/proc", str(pid), "task").iterdir():
-            for child in (thread / "children").read_text(encoding="ascii").split():
-                yield from _family(int(child))
+            found += map(int, (thread / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def hosts_of(pid: int) -> list[int]:
+    """Return the ids of the processes that load models for a process.
+
+    They may be children of another one.
+    """
+    parents = {}
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if (process / "comm").read_text("utf-8", errors="replace") == f"varlen {pid}\n":
+                fields = (process / "stat").read_text("utf-8", errors="replace").rpartition(")")[2]
+                parents[int(process.name)] = int(fields.split()[1])
+    # forks of one have its name
+    return [host for host, parent in parents.items() if parent not in parents]
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for child in {*children_of(pid), *hosts_of(pid)}:
+        yield from _family(child)
 
 
 def _process_file(pid: int | None, name: str) -> str:

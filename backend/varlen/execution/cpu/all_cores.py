@@ -1,8 +1,8 @@
 """Runs the ops of a batch on all cores while no other batch runs.
 
 An op that treats each token by itself runs on parts of the tokens, each with the kernels of one core. Any other op
-shares its work as it does when torch has more than one thread. A thread that gets no core leaves its part to the others
-(`run_parts`); one that loses its core in the middle of a part costs one op, and the next ones stay on one core.
+shares its work as with more than one thread of torch. A thread that gets no core leaves its part to the others
+(`run_parts`); after one that loses its core in the middle of a part, ops stay on one core.
 docs/decisions/0051-lone-batches.md has the reasons.
 """
 

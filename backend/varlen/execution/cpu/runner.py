@@ -2,9 +2,9 @@
 
 In a step that only searches take, all is compiled: sources are encoded, beams follow the ones that they continue,
 blocks are copied, the program runs, and the next beams are chosen. So a step is one table of calls, and the next one
-the same table with other positions. Searches are independent of each other: where it is faster, each core runs the
-steps of some of them, with intermediates of its own, and the cores meet only at the end of the launch. A launch ends
-before its last step soon after a search has ended, whose answer waits, when a request has come, or its time is over.
+the same table with other positions. Where it is faster, each core runs the steps of some searches, with intermediates
+of its own. A launch ends before its last step soon after a search has ended, when a request has come, or its time is
+over.
 docs/decisions/0132-launches-of-searches.md has measurements.
 """
 
@@ -265,9 +265,8 @@ class _Times:
 class StepCores:
     """Chooses the cores of steps: one or all, whichever is faster.
 
-    Not for two threads at once. Cores that share a step meet after each of its functions. A step of a small model, or
-    one whose cores are two threads of one real core, is faster on one. No rule says where, so steps are timed: of each
-    size most run on the faster choice, and some on the other one.
+    Not for two threads at once. A step of a small model, or one whose cores are two threads of one real core, is faster
+    on one. No rule says where: of each size most run on the faster choice, and some on the other one.
     docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
     """
 

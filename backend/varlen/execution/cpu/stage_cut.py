@@ -1,8 +1,7 @@
 """Where a model is cut into stages.
 
 Each stage should take as long as the others. It takes as long as its linear layers do, which read nearly all weights.
-The time of each is measured with weights that come from memory, as they do in a step: the output layer is often larger
-than several transformer layers. Without measurement, a layer counts by the bytes of its weights.
+Each is measured with weights that come from memory, as they do in a step, or counts by the bytes of its weights.
 """
 
 from __future__ import annotations

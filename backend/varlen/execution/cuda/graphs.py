@@ -4,9 +4,8 @@ Everything on the stream runs in the order in which it was started. Tests put a 
 `CudaGraphs`.
 
 A graph has fixed shapes, so a batch runs in the smallest captured size that holds it, a bucket. The tokens that this
-adds belong to no sequence, at most an eighth from 512 on; smaller sizes are further apart. The capacity for sequences
-comes in few sizes, which decide the tiles of attention by the mean length. docs/decisions/0029-gpu-executor.md has the
-counts.
+adds belong to no sequence, at most an eighth from 512 on. The capacity for sequences decides the tiles of attention by
+the mean length. docs/decisions/0029-gpu-executor.md has the counts.
 """
 
 import gc

@@ -1,15 +1,14 @@
 """Runs the programs of a model on a CUDA GPU by replaying graphs.
 
-The graphs are captured at load: a small model's ops are shorter on the GPU than the Python that launches them. In
-service each batch is one copy of its inputs, one graph, one copy of its result. While a batch runs, the next one is
-packed into other buffers and started. docs/decisions/0029-gpu-executor.md has the reasons.
+The graphs are captured at load: a small model's ops are shorter on the GPU than the Python that launches them. A batch
+is one copy of its inputs, one graph, one copy of its result. Meanwhile the next one is packed into other buffers and
+started. docs/decisions/0029-gpu-executor.md has the reasons.
 
 Graphs of decode steps are by the number of sequences and the longest context; docs/decisions/0129-graphs-by-context.md.
 A step with a chunk of a prompt runs in the smallest bucket, as a batch of an encoder does;
 docs/decisions/0050-graphs-of-steps.md. The tokens that a step chooses stay on the device, where the next one takes
-them before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three graphs: one chooses the best
-tokens, one draws tokens, one draws them after edits of the logits. The encoder of source texts has graphs by the
-buckets of an encoder, which run on the same stream before the step.
+them before the host has read them; docs/decisions/0059-steps-ahead.md. Each size has three graphs: for the best tokens,
+for tokens that are drawn, and for tokens drawn after edits of the logits. Source texts run in an encoder's graphs.
 """
 
 from __future__ import annotations

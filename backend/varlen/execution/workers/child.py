@@ -9,8 +9,8 @@ is a file in memory, and torch is gone. `child FD stored` reads it from the cach
 if the model is not there any more (`compiled_work`).
 
 Workers of a model of one step are forked, and share the weights. No thread works at that time, so a fork leaves no lock
-behind. A process that has keys and values, or that leads others, is its own only worker. The other ranks or stages get
-their control socket from the leader, run the work that it sends, and end with it.
+behind. A process that has keys and values, or that leads others, is its own only worker. The others get their control
+socket from the leader, run the work that it sends, and end with it. `child FD waiting` gets it from the engine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from varlen.execution.workers.messages import (
     MAX_MESSAGE,
     MEMBER,
     STORED,
+    WAITING,
     Answers,
     Array,
     Orders,
     Problem,
     ReadAhead,
     Work,
+    peer_of,
     receive_control,
     send_answers,
     send_control,
@@ -54,6 +56,7 @@ from varlen.processes import (
     end_with_parent,
     freeze_objects,
     log_by,
+    name_process,
     python_command,
     return_large_memory,
     set_log_level,
@@ -72,6 +75,8 @@ _TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Lines of a load that are stored with its model at most.
 _KEPT_LINES = 100
 _COMPILED_WORK = "varlen.execution.workers.compiled_work"
+# Seconds that a process waits for the engine.
+_WAIT_SECONDS = 10.0
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 # Seconds without a batch after which a worker returns the memory of intermediates.
@@ -92,6 +97,10 @@ def main() -> None:
     # it ends with its socket: a signal for every process of a server must not end a batch that it still answers
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
+    if WAITING in sys.argv:
+        control = _taken_over(control)
+    # the engine's process, or the leader, need not be its parent
+    name_process(f"varlen {peer_of(control)[0]}")
     engine = _ToEngine(control)
     log_by(engine)
     return_large_memory()
@@ -99,8 +108,7 @@ def main() -> None:
         if COMPILED in sys.argv:
             work, serve = _read_compiled(control, int(sys.argv[-1]))
         else:
-            # before the engine says which model it is
-            import_module(_COMPILED_WORK if STORED in sys.argv else "torch")
+            _import_work()
             work, serve = _load(control, engine)
     except VarlenError as error:
         send_control(control, _error(error))
@@ -115,6 +123,28 @@ def main() -> None:
     drop_library_pages()
     send_control(control, {"model": work.runner.facts()})
     serve()
+
+
+def _import_work() -> None:
+    # before the engine says which model it is
+    import_module(_COMPILED_WORK if STORED in sys.argv else "varlen.execution.workers.work")
+
+
+def _taken_over(address: socket.socket) -> socket.socket:
+    """Return the engine's control socket; end the process if none takes it over."""
+    # the other end gets the id of the process that listens
+    address.listen(1)
+    _import_work()
+    address.settimeout(_WAIT_SECONDS)
+    while True:
+        try:
+            control, _ = address.accept()
+        except TimeoutError:
+            sys.exit()
+        if peer_of(control)[1] == os.getuid():
+            address.close()
+            return control
+        control.close()
 
 
 def _load(control: socket.socket, engine: _ToEngine) -> tuple[Work[Any, Any], Callable[[], None]]:

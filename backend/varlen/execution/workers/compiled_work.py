@@ -1,11 +1,7 @@
 """Batches of a model whose ops are all compiled, in a process without torch.
 
-A process that has loaded a model leaves the table of its calls, the plan of its memory and its weights in one file in
-memory, and executes itself anew as a process that reads the file and imports no torch (`child`). Workers are forked
-from that one. docs/decisions/0137-workers-without-torch.md has measurements.
-
-A copy of the file in the cache folder lets later starts do without torch from the beginning (`StoredModel`).
-docs/decisions/0138-starts-without-torch.md has its rules.
+A file in memory, or a stored one, brings the table of calls, the plan of memory and the weights (`child`).
+docs/decisions/0137-workers-without-torch.md has measurements, 0138-starts-without-torch.md the rules of `StoredModel`.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
 _Batch: TypeAlias = tuple[Sequence[Prompt], Sequence[RequestOptions]]
 # Weights beyond this stay where they are: torch is little beside them, and for a moment there are two copies.
 _MOST_BYTES = 1 << 30
-# Bytes that are read at once, from the end of the file, which is cut there: so a load holds no second copy.
+# Bytes that are read at once, from the end of the file, which is cut there.
 _PART_BYTES = 8 << 20
 # The file begins with the hash of a stored model, which is 0 in memory, and with the length of a message.
 _HASH_BYTES, _LENGTH_BYTES = 32, 8
@@ -257,9 +253,8 @@ def read_content(descriptor: int, *, is_cut: bool = True) -> mmap.mmap:
 class StoredModel:
     """The file of a compiled model in a cache folder.
 
-    It belongs to the folder of a checkpoint and its settings: its name has a hash of both. It begins with a hash of
-    its name, of its key and of its content: a file that is damaged, or that other files or versions have made, is
-    replaced by the load that follows. Files that were used last stay. Nothing that goes wrong with it is an error.
+    Its name has a hash of a checkpoint's folder and the settings. It begins with a hash of its name, its key and its
+    content: a load replaces a file that is damaged, or that other files or versions have made. No problem is an error.
 
     Attributes:
         key: hash of what else decides the content.

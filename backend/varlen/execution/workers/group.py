@@ -1,11 +1,10 @@
 """The processes that hold one model.
 
-The leader starts the others, decides for all, and sends them their work. If one is lost, the leader ends, the others
-with it, and the engine starts all of them again: each has keys and values that no other one has.
+The leader starts the others, decides for all, and sends them their work. If one is lost, all end, and the engine starts
+them again: each has keys and values that no other one has.
 
-Ranks run at the same time, and meet in memory of all, or on GPUs in a group of torch.distributed. A stage runs after
-the one before it: between two stages are memory for what one hands to the other, and a connection that says when it is
-there.
+Ranks meet in memory of all, or on GPUs in a group of torch.distributed. Between two stages are memory for what one
+hands to the other, and a connection that says when it is there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from varlen.config import EngineConfig
 from varlen.errors import AdapterFaultError, ConfigError, EngineError, VarlenError
 from varlen.execution.device import device_name
 from varlen.execution.rank_link import Handoffs
-from varlen.execution.workers.messages import send_control
+from varlen.execution.workers.messages import MEMBER, send_control
 from varlen.execution.workers.process import ControlledProcess, Setup, longest_wait
 from varlen.memory.planner import map_shared, new_shared
 from varlen.processes import end_with_parent
@@ -258,7 +257,7 @@ class Leader(_Linked):
         for number, descriptors in enumerate(others, start=1 if links.rank.size > 1 else 0):
             ours, theirs = socket.socketpair()
             self._connections.append(Connection(ours.detach()))
-            self._members[number] = ControlledProcess(new_session=False, is_member=True)
+            self._members[number] = ControlledProcess(MEMBER, new_session=False)
             given = [theirs.detach(), *descriptors]
             try:
                 # their log lines would all come several times

@@ -1,8 +1,7 @@
 """Messages between the processes of a model, and the work that they bring.
 
-Messages are JSON, and arrays as their bytes; nothing is pickled. A message on a control socket is JSON, perhaps with
-file descriptors. A message on a connection for work is a batch, a step, or the answers to one: the length of the JSON,
-the JSON, then the arrays.
+Messages are JSON, and arrays as their bytes; nothing is pickled. On a control socket they may bring file descriptors.
+One on a connection for work is a batch, a step, or the answers to one: the length of the JSON, the JSON, the arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -29,8 +29,8 @@ from varlen.request.request import PAYLOADS, Bytes, Prompt, RequestOptions
 
 CHILD = "varlen.execution.workers.child"
 # Arguments of a process: another one leads it; it has no torch, before the descriptor of its model; its model may be
-# stored, so that it needs none.
-MEMBER, COMPILED, STORED = "member", "compiled", "stored"
+# stored, so that it needs none; it waits for its engine.
+MEMBER, COMPILED, STORED, WAITING = "member", "compiled", "stored", "waiting"
 # What the names of stored models begin with.
 STORED_PREFIX = "compiled-"
 # Largest message on a control socket, in bytes; a socket of whole messages holds twice as much by default.
@@ -54,6 +54,14 @@ Array: TypeAlias = npt.NDArray[Any]
 Problem: TypeAlias = Literal["memory", "error", "skipped", "adapter"]
 _Order = TypeVar("_Order")
 _Part = TypeVar("_Part")
+
+
+def peer_of(control: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end of a socket."""
+    pid, user, _ = struct.unpack(
+        "3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
+    return pid, user
 
 
 def send_control(
@@ -187,9 +195,8 @@ class Answers:
 
     Attributes:
         rows: the answer of each sequence, in the order of the batch, or what a step has chosen; empty after a problem.
-        problem: reason why there are no answers: too little memory, an exception, a step before that failed, or an
-            adapter that cannot be read.
-        trace: traceback of that exception, for the log, or what is wrong with the adapter.
+        problem: reason why there are no answers.
+        trace: traceback of an exception, for the log, or what is wrong with an adapter.
         swaps: adapters that the worker has exchanged since the last answers.
     """
 

@@ -1,20 +1,22 @@
 """A process of a model, for the process that starts it.
 
-That is the engine's process, or the leader of ranks or stages. The engine may start it early: it imports torch first,
-which takes longer than all that the engine's process does until its model loads.
+That is the engine's process, or the leader of ranks or stages. On a server, the process that completes a configuration
+starts it, and the engine's takes it over: it imports torch in between, for more than a second.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -28,9 +30,11 @@ from varlen.execution.model_info import ModelInfo
 from varlen.execution.thread_executor import CoreShare
 from varlen.execution.workers.messages import (
     CHILD,
-    MEMBER,
+    MAX_MESSAGE,
     STORED,
     STORED_PREFIX,
+    WAITING,
+    peer_of,
     receive_control,
     send_control,
 )
@@ -43,6 +47,9 @@ _log = logging.getLogger(__name__)
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Nothing in it may start threads before it forks, since they would not be forked: neither numpy nor the tokenizer.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_start = partial(start_module, CHILD, environment=_ENVIRONMENT, stdin=subprocess.DEVNULL)
+# Sockets of whole messages.
+_MESSAGES = socket.AF_UNIX, socket.SOCK_SEQPACKET
 # Seconds for a process to finish a batch, and then to end.
 _END_SECONDS = 10.0
 # Seconds that a stage waits beyond the time of the stages before it: the first that waits in vain reports.
@@ -89,38 +96,36 @@ class ControlledProcess:
     The socket carries whole messages, log lines and errors among them.
     """
 
-    def __init__(
-        self, *, new_session: bool, is_member: bool = False, is_stored: bool = False
-    ) -> None:
-        """Start the process.
+    def __init__(self, *arguments: str, new_session: bool, folder: Path | None = None) -> None:
+        """Start the process, or take over one that waits for this folder.
 
         Args:
+            arguments: `MEMBER` if the process that starts it leads it, and it ends with that one; `STORED` if it
+                imports torch only if the stored model does not fit.
             new_session: whether it has a session of its own. Linux schedules a session as one: in another one, each
                 step of generation would wait twice for the time of others.
-            is_member: whether the process that starts it leads it, and it ends with that one.
-            is_stored: whether it imports torch only if the stored model does not fit.
 
         Raises:
             EngineError: see `start_module`.
         """
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        if folder is not None:
+            self._control = socket.socket(*_MESSAGES)
+            with suppress(OSError):
+                self._control.connect(_address(folder))
+                self.pid, user = peer_of(self._control)
+                if user == os.getuid():
+                    return
+            self._control.close()
+        self._control, theirs = socket.socketpair(*_MESSAGES)
         with theirs:
-            self._process = start_module(
-                CHILD,
-                theirs,
-                _ENVIRONMENT,
-                *([MEMBER] if is_member else [STORED] if is_stored else []),
-                stdin=subprocess.DEVNULL,
-                new_session=new_session,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+            self._process = _start(theirs, *arguments, new_session=new_session)
+        self.pid = self._process.pid
 
     @property
     def code(self) -> int | None:
-        return self._process.poll()
+        """The exit code, which only the parent of a process gets."""
+        return None if self._process is None else self._process.poll()
 
     def fileno(self) -> int:
         return self._control.fileno()
@@ -172,16 +177,40 @@ class ControlledProcess:
 
     def end(self, seconds: float = _END_SECONDS) -> None:
         """End the process, whose connections are closed; kill it after some seconds."""
-        self._control.close()
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        # as it ends, its end is closed
+        with suppress(OSError), self._control:
+            self._control.shutdown(socket.SHUT_WR)
+            self._control.settimeout(seconds)
+            try:
+                while self._control.recv(MAX_MESSAGE):
+                    pass
+            except (TimeoutError, BlockingIOError):
+                os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
             self._process.wait()
 
 
-# Processes that were started early, by whether they have a session.
-_early: dict[bool, ControlledProcess] = {}
+def start_early(folder: Path, config: EngineConfig, *, generates: bool) -> None:
+    """Start a process that waits for the engine of a model on the CPU.
+
+    This one ends, and process 1 has to ask for its exit code. A server does not: the system keeps some bytes of it.
+    """
+    if not excludes_gpu(config.device):
+        return
+    arguments = _arguments(_stored_path(folder, config, generates=generates))
+    with socket.socket(*_MESSAGES) as address, suppress(OSError, EngineError):
+        address.bind(_address(folder))
+        _start(address, WAITING, *arguments, new_session=not generates)
+
+
+def _arguments(stored: str) -> list[str]:
+    return [STORED] if os.access(stored, os.R_OK) else []
+
+
+def _address(folder: Path) -> str:
+    """Return where the process of a model of this server waits."""
+    processes = Path("/proc/self/ns/pid").readlink()
+    return "\0varlen-" + digest_of({"model": f"{folder} {os.getppid()} {processes}"})
 
 
 def excludes_gpu(device: Device) -> bool:
@@ -197,25 +226,6 @@ def _stored_path(folder: Path, config: EngineConfig, *, generates: bool) -> str:
         return ""
     key = {"folder": str(folder), "config": str(replace(config, device="cpu"))}
     return str(cache / f"{STORED_PREFIX}{digest_of(key)[:32]}")
-
-
-def _start(stored: str, *, generates: bool) -> ControlledProcess:
-    return ControlledProcess(new_session=not generates, is_stored=os.access(stored, os.R_OK))
-
-
-@contextmanager
-def started_early(folder: Path, config: EngineConfig, *, generates: bool) -> Iterator[None]:
-    """Start the process of a CPU model, which is loaded in this context."""
-    new_session = not generates
-    _early[new_session] = _start(
-        _stored_path(folder, config, generates=generates), generates=generates
-    )
-    try:
-        yield
-    finally:
-        unused = _early.pop(new_session, None)
-        if unused is not None:
-            unused.end(seconds=0.0)
 
 
 class Connected(NamedTuple):
@@ -350,10 +360,8 @@ class ModelProcess:
         stored = ""
         if self.config.device == "cpu":
             stored = _stored_path(self._folder, self.config, generates=generates)
-        # early ones have a session of their own unless they generate
-        is_early = (not generates) in _early
-        self._process = (
-            _early.pop(not generates) if is_early else _start(stored, generates=generates)
+        self._process = ControlledProcess(
+            *_arguments(stored), new_session=not generates, folder=self._folder
         )
         setup = {
             "folder": str(self._folder),

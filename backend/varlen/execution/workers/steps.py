@@ -1,8 +1,8 @@
 """A model that generates, in this process or in one of its own.
 
 On a server's CPU it has its own, which computes logits, draws the tokens and takes the steps of searches that depend on
-them alone; the engine chooses others. A crash, or an end for lack of memory, ends that process, not the engine:
-sequences are computed again in the next one, from their tokens.
+them alone; the engine chooses others. A crash ends that process, not the engine: the next one computes the sequences
+again.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def load_step_model(
 class ProcessSteps:
     """Steps of a model in a process of its own: a `StepModel`, and a `StepDevice`.
 
-    While it runs one, the next one is packed. It is sent as soon as the tokens of the one before are chosen, so the
-    process waits neither for the scheduler nor for answers. Not for two threads at once, except for `use`.
+    While it runs one, the next one is packed, which is sent as soon as the tokens of the one before are chosen. Not for
+    two threads at once, except for `use`.
 
     Attributes:
         slots: steps that may be in flight: one in the process, and one that waits for it; of a pipeline, one in each

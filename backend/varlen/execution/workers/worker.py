@@ -3,8 +3,8 @@
 Each runs whole batches, so cores never wait for each other; a batch that runs alone uses all of them. A GPU has the
 next batch before it has run the last one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
 
-A process contains faults: a worker that is killed, or crashes, costs one retry of its batch. Where it has keys and
-values, the scheduler computes its sequences again.
+A process contains faults: a worker that crashes costs one retry of its batch. Where it has keys and values, the
+scheduler computes its sequences again.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class WorkerProcess:
     def launch(self, message: bytes, *, seconds: float = 0.0) -> Callable[[], Sequence[Array]]:
         """Send work; return a function that waits for its answers.
 
-        The function sends a large message, for which a worker that hangs would let this thread wait. It raises:
+        The function sends a large message, and raises:
             MemoryError: the worker has too little memory.
             SkippedStepError, WorkerEndedError: a step before it failed, or was lost with the worker.
             EngineError: the work failed, or ended two workers.

@@ -1,5 +1,9 @@
 """Processes of a model: an early start, the time they take, and restarts."""
 
+import os
+import re
+import signal
+import socket
 import time
 from pathlib import Path
 from threading import Thread
@@ -7,39 +11,91 @@ from threading import Thread
 import pytest
 
 from varlen.config import EngineConfig
-from varlen.execution.workers import process
+from varlen.execution.workers import child, process
+from varlen.execution.workers.messages import MEMBER
 from varlen.execution.workers.process import (
     ControlledProcess,
     ModelProcess,
     RestartLimit,
     longest_wait,
+    start_early,
 )
 from varlen.execution.workers.worker import hung_after
 
 from ...fakes.engine_parts import Clock
 
+CONFIG = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
 
-@pytest.mark.full
-def test_the_next_model_runs_in_the_process_that_was_started_early(small_bert):
-    config = EngineConfig(device="cpu", dtype="fp32", threads=1, warmup_seconds=0)
-    with process.started_early(small_bert, config, generates=False):
-        waiting = process._early[True].pid
-        first, second = (ModelProcess(small_bert, config, generates=False) for _ in range(2))
+
+@pytest.fixture
+def waiting(small_bert, monkeypatch):
+    """Return the process that waits for the engine of `small_bert`."""
+    started = []
+    with monkeypatch.context() as patch:
+        start = process._start
+        patch.setattr(
+            process, "_start", lambda *each, **named: started.append(start(*each, **named))
+        )
+        start_early(small_bert, CONFIG, generates=False)
+    # a flag of sockets that accept connections
+    listening = re.compile(rf" 00010000 .*{process._address(small_bert)[1:]}$", re.MULTILINE)
+    while not listening.search(Path("/proc/net/unix").read_text()):
+        time.sleep(0.01)
+    with started[0]:
+        yield started[0]
+        started[0].kill()
+
+
+def test_the_next_model_runs_in_the_process_that_waits(small_bert, waiting):
+    first, second = (ModelProcess(small_bert, CONFIG, generates=False) for _ in range(2))
 
     try:
-        assert first.pid == waiting
-        assert second.pid != waiting
+        assert first.pid == waiting.pid
+        assert second.pid != waiting.pid
     finally:
-        first.close()
         second.close()
+        first.close()
+    assert waiting.wait(60) == 0
 
 
-def test_a_process_that_no_model_has_taken_is_ended(tmp_path):
-    with process.started_early(tmp_path, EngineConfig(), generates=True):
-        unused = process._early[False]
+def test_a_process_that_waits_and_does_not_end_is_killed(small_bert, waiting):
+    taken = ControlledProcess(new_session=True, folder=small_bert)
+    waiting.send_signal(signal.SIGSTOP)
 
-    assert unused.code
-    assert not process._early
+    taken.end(0.01)
+
+    assert taken.code is None
+    assert waiting.wait(60) == -signal.SIGKILL
+
+
+def test_a_process_of_another_user_is_not_taken_over(small_bert, waiting, monkeypatch):
+    monkeypatch.setattr(process, "peer_of", lambda _: (waiting.pid, os.getuid() + 1))
+
+    started = ControlledProcess(new_session=True, folder=small_bert)
+
+    assert started.pid != waiting.pid
+    started.end(0.0)
+
+
+def test_a_process_ends_if_no_engine_of_its_user_takes_it_over(monkeypatch):
+    monkeypatch.setattr(child, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(child, "peer_of", lambda _: (0, os.getuid() + 1))
+    monkeypatch.setattr(child, "_import_work", lambda: None)
+    kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
+    with socket.socket(*kind) as address, socket.socket(*kind) as engine:
+        # any free one
+        address.bind("")
+        address.listen(1)
+        engine.connect(address.getsockname())
+
+        with pytest.raises(SystemExit):
+            child._taken_over(address)
+
+
+def test_no_process_waits_for_a_model_on_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "_start", lambda *_, **__: pytest.fail("started"))
+
+    start_early(tmp_path, EngineConfig(device="cuda"), generates=True)
 
 
 def test_a_process_whose_engine_ends_before_the_load_ends_too():
@@ -54,7 +110,7 @@ def test_a_member_ends_with_its_leader_while_it_imports_torch():
     members = []
 
     def lead():
-        members.append(ControlledProcess(new_session=False, is_member=True))
+        members.append(ControlledProcess(MEMBER, new_session=False))
         maps = Path(f"/proc/{members[0].pid}/maps")
         while "libtorch" not in maps.read_text():
             time.sleep(0.01)
