@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -220,10 +220,6 @@ class Blocks:
         self.blocks = blocks
 
 
-# What is written in pieces.
-_IN_PIECES = (Mapping, Rows, Blocks, bytes)
-
-
 def json_bytes(content: Any) -> bytes:
     """Return an answer as JSON, which has no NaN and no infinity: they are null."""
     return to_json(content, inf_nan_mode="null")
@@ -281,16 +277,26 @@ def _parts(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield bytes(part)
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether nothing of a value is written in pieces."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return not isinstance(value, (Rows, Blocks, bytes))
+
+
 def _pieces(content: Any) -> Iterator[bytes]:
     """Yield the JSON of an answer in pieces, one for each row and block."""
     if isinstance(content, Mapping):
         before = b"{"
-        for name, each in content.items():
-            if isinstance(each, _IN_PIECES):
-                yield before + json_bytes(name) + b":"
-                yield from _pieces(each)
+        for is_plain, fields in groupby(content.items(), lambda field: _is_plain(field[1])):
+            if is_plain:
+                # one call for all: a call takes longer than to write a short field
+                yield before + json_bytes(dict(fields))[1:-1]
             else:
-                yield before + json_bytes({name: each})[1:-1]
+                for name, each in fields:
+                    yield before + json_bytes(name) + b":"
+                    yield from _pieces(each)
+                    before = b","
             before = b","
         yield b"}" if content else b"{}"
     elif isinstance(content, Rows):
