@@ -193,9 +193,10 @@ class ControlledProcess:
 def start_early(folder: Path, config: EngineConfig, *, generates: bool) -> None:
     """Start a process that waits for the engine of a model on the CPU.
 
-    This one ends, and process 1 has to ask for its exit code. A server does not: the system keeps some bytes of it.
+    This one ends, and process 1 has to ask for its exit code, which a server does not.
     """
-    if not excludes_gpu(config.device):
+    if not excludes_gpu(config.device) or config.num_processes > 1:
+        # a leader that is stopped ends with its parent
         return
     arguments = _arguments(_stored_path(folder, config, generates=generates))
     with socket.socket(*_MESSAGES) as address, suppress(OSError, EngineError):

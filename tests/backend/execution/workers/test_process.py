@@ -92,10 +92,15 @@ def test_a_process_ends_if_no_engine_of_its_user_takes_it_over(monkeypatch):
             child._taken_over(address)
 
 
-def test_no_process_waits_for_a_model_on_a_gpu(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "config",
+    [EngineConfig(device="cuda"), EngineConfig(device="cpu", tensor_parallel=2)],
+    ids=["gpu", "ranks"],
+)
+def test_no_process_waits_for_a_model_on_a_gpu_or_in_ranks(monkeypatch, tmp_path, config):
     monkeypatch.setattr(process, "_start", lambda *_, **__: pytest.fail("started"))
 
-    start_early(tmp_path, EngineConfig(device="cuda"), generates=True)
+    start_early(tmp_path, config, generates=True)
 
 
 def test_a_process_whose_engine_ends_before_the_load_ends_too():
