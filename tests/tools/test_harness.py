@@ -318,3 +318,17 @@ def test_the_process_of_a_model_is_found_by_its_command_line(tmp_path, monkeypat
     assert resident.model_process(42, "tiny") == 9
     with pytest.raises(RuntimeError, match="no process for the model other"):
         resident.model_process(41, "other")
+
+
+def test_hosts_that_have_ended_and_forks_of_others_are_left_out(tmp_path, monkeypatch):
+    processes = {7: ("varlen 5", "S", 1), 8: ("varlen 5", "S", 7), 9: ("varlen 5", "Z", 1)}
+    processes |= {10: ("varlen 55", "S", 1), 11: ("python3", "S", 5)}
+    for pid, (name, state, parent) in processes.items():
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "comm").write_text(f"{name}\n")
+        (folder / "stat").write_text(f"{pid} ({name}) {state} {parent} 0 0")
+    (tmp_path / "self").mkdir()
+    monkeypatch.setattr(resident, "Path", lambda _: Path(tmp_path))
+
+    assert resident.hosts_of(5) == [7]

@@ -130,16 +130,18 @@ def children_of(pid: int) -> list[int]:
 
 
 def hosts_of(pid: int) -> list[int]:
-    """Return the ids of the processes that load models for a process.
+    """Return the ids of the processes that load models for a process, and run.
 
-    They may be children of another one.
+    They may be children of another one, which may never ask for their exit codes.
     """
     parents = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):
             if (process / "comm").read_text("utf-8", errors="replace") == f"varlen {pid}\n":
                 fields = (process / "stat").read_text("utf-8", errors="replace").rpartition(")")[2]
-                parents[int(process.name)] = int(fields.split()[1])
+                state, parent = fields.split()[:2]
+                if state != "Z":
+                    parents[int(process.name)] = int(parent)
     # forks of one have its name
     return [host for host, parent in parents.items() if parent not in parents]
 
