@@ -2,8 +2,8 @@
 
 They are ranks, which each have a part of every layer, or the stages of a pipeline, which each have some layers. Rank 0
 leads, or the last stage: it says what runs next. Ranks run the same ops on the same rows, and meet in the collectives
-of their programs. A stage waits for the one before it, which leaves what it hands over in
-memory of both, in one of as many slots as batches may be in flight.
+of their programs. A stage waits for the one before it, which leaves its results in memory of both, with a slot for
+each batch that may be in flight.
 """
 
 from __future__ import annotations

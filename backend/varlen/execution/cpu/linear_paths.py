@@ -189,7 +189,7 @@ _PLAN_VERSION = "6"
 # Most seconds of a measurement.
 _LONGEST = 3.0
 _ROUNDS = 9
-# With fewer a layer keeps its default.
+# With fewer rounds a layer keeps its default.
 _FEWEST_ROUNDS = 3
 # Seconds to wait while another model is measured.
 _LOCK_SECONDS = 30.0

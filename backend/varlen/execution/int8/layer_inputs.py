@@ -350,7 +350,7 @@ def _in_both(
         return programs, weights_hash(programs)
 
     dtype = choose_dtype("int8", _CPU)
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+    with ThreadPoolExecutor(1) as thread:
         found = thread.submit(exact)
         served = None if dtype == torch.float32 else record(dtype)
         programs, weights = found.result()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from weakref import ref
@@ -16,7 +17,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
-from varlen.execution.cpu.linear_paths import paths_of
+from varlen.execution.cpu.linear_paths import paths_of, torch_threads
 from varlen.execution.device import choose_dtype
 from varlen.execution.int8 import calibration as quality
 from varlen.execution.int8 import int8_model
@@ -67,6 +68,13 @@ def calibration(small_bert):
 
 def load_model(checkpoint):
     return CalibratedEncoder(lambda dtype: load_encoder(checkpoint, dtype, CPU), checkpoint)
+
+
+def test_a_load_leaves_new_threads_as_many_cores_as_before(small_bert):
+    with torch_threads(3):
+        load_model(Checkpoint.open(small_bert))
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(torch.get_num_threads).result() == 3
 
 
 def codes_of(weight):
