@@ -133,7 +133,7 @@ def rows_of(file: str, run: str | tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def figure(column: str, file: str, run: str | tuple[str, ...], **cells: str) -> Figure:
-    """Return a figure of a run or several, the median over its rows with these cells."""
+    """Return the median of a column over the rows with these cells."""
     found = [float(row[column]) for row in rows_of(file, run) if cells.items() <= row.items()]
     assert found, f"{file} has no row of {run} with {cells}"
     return Figure(median(found), shown_name(cells["system"]))
