@@ -131,7 +131,7 @@ class PerplexitySubject(Subject[Perplexity]):
         theirs = load_generator("AutoModelForCausalLM", floats, self.cores)
         systems = {
             "transformers-fp32": [theirs(text[None]).logits[0].detach() for text in texts],
-            **{f"varlen-{dtype}": _ours(codes, texts, dtype) for dtype in ("fp32", "bf16")},
+            **_ours(codes, texts),
         }
         return [
             Perplexity(model, form.name, form.bits, form.group, name, perplexity(logits, texts))
@@ -172,25 +172,30 @@ def perplexity(logits: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
     return float(torch.cat(chosen).double().mean().neg().exp())
 
 
-def _ours(folder: Path, texts: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    """Return logits of the steps of a generator that keeps codes."""
+def _ours(folder: Path, texts: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """Return logits of the steps of a generator that keeps codes, in fp32 and bf16."""
     import torch
 
     from varlen.execution.int8.layer_inputs import CalibratedDecoder, calibration_kv
     from varlen.execution.programs import record_steps
     from varlen.models.checkpoint_folder import Checkpoint
     from varlen.models.loading import load_decoder
+    from varlen.program.program import Program
     from varlen_kernels import cpu
 
     checkpoint, device = Checkpoint.open(folder), torch.device("cpu")
-    number = torch.float32 if dtype == "fp32" else torch.bfloat16
-    model = load_decoder(checkpoint, number, device, keeps_codes=True)
-    programs = record_steps(model, calibration_kv(number))
-    decoder = CalibratedDecoder(lambda _: programs, checkpoint)
-    logits: list[Tensor] = []
-    for text in texts:
-        logits += decoder.run(programs, cpu, decoder.prompts([text.int().numpy()]))
-    return logits
+
+    def record(dtype: torch.dtype) -> tuple[Program, ...]:
+        model = load_decoder(checkpoint, dtype, device, keeps_codes=True)
+        return record_steps(model, calibration_kv(dtype))
+
+    decoder = CalibratedDecoder(record, checkpoint)
+    recorded = {"varlen-fp32": decoder.programs, "varlen-bf16": record(torch.bfloat16)}
+    prompts = [decoder.prompts([text.int().numpy()]) for text in texts]
+    return {
+        name: [logits for prompt in prompts for logits in decoder.run(programs, cpu, prompt)]
+        for name, programs in recorded.items()
+    }
 
 
 app = command(PerplexitySubject)
