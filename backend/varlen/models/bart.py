@@ -99,15 +99,13 @@ class Bart:
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         heads, layers = self.encoder_heads, self.encoder_layers
         stream = _stream(ops, self.source_embedding, layers, self.encoder_norm)
-        hidden = record_encoder_layers(ops, stream, layers, heads, scale=heads.dim**-0.5)
+        hidden = record_encoder_layers(ops, stream, layers, heads)
         store_source(ops, cross, hidden, self.layers, self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
         heads, layers = self.attention_heads, self.layers
         stream = _stream(ops, self.target_embedding, layers, self.decoder_norm)
-        return record_decoder_layers(
-            ops, stream, layers, heads, attention, cross, scale=heads.dim**-0.5
-        )
+        return record_decoder_layers(ops, stream, layers, heads, attention, cross)
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         return record_output(ops, self.output, hidden, self.token_table.vocab_size)

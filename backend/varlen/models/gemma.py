@@ -513,14 +513,13 @@ class T5Gemma:
         return self.decoder.record_logits(ops, hidden)
 
     def _record_source(self, ops: Recorder, cross: CrossAttention, number: int, x: Value) -> Value:
-        source, scale = self.sources[number].attention, self.decoder.score_scale
-        assert scale is not None
+        source = self.sources[number].attention
         context = cross.attend(
             ops,
             number,
             source.query.record(ops, x),
             self.attention_heads,
-            scale=scale,
+            scale=self.decoder.score_scale,
             soft_cap=self.decoder.score_cap,
         )
         return source.output.record(ops, context)

@@ -164,13 +164,8 @@ class ModernBert:
         qkv = ops.rotary(
             layer.qkv.record(ops, x), inputs.position_ids(ops), self.cos_sin[layer.kind], heads
         )
-        context = ops.attention_varlen(
-            qkv,
-            inputs.cu_seqlens(ops),
-            heads,
-            scale=heads.dim**-0.5,
-            window=self.config.window_of(layer.kind),
-        )
+        window = self.config.window_of(layer.kind)
+        context = ops.attention_varlen(qkv, inputs.cu_seqlens(ops), heads, window=window)
         return layer.attention_output.record(ops, context)
 
 

@@ -644,13 +644,8 @@ class PostNormEncoder:
         qkv = layer.qkv.record(ops, x)
         if self.cos_sin is not None:
             qkv = ops.rotary(qkv, inputs.position_ids(ops), self.cos_sin, self.attention_heads)
-        context = ops.attention_varlen(
-            qkv,
-            inputs.cu_seqlens(ops),
-            self.attention_heads,
-            self.distance_bias,
-            scale=self.attention_heads.dim**-0.5,
-        )
+        bounds = inputs.cu_seqlens(ops)
+        context = ops.attention_varlen(qkv, bounds, self.attention_heads, self.distance_bias)
         attended = layer.attention_output.record(ops, context)
         before, x = x, self._add_norm(ops, attended, x, layer.attention_norm)
         if layer.second_norm is not None:

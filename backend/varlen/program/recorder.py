@@ -152,6 +152,14 @@ class Recording:
             raise ValueError(f"{kernel} has in_place {in_place}; allowed: one operand per result")
 
 
+def _of_scores(
+    heads: AttentionHeads, scale: float | None, window: int, soft_cap: float
+) -> dict[str, Attribute]:
+    """Return attributes of an attention; without a `scale`, it is heads.dim ** -0.5."""
+    scale = heads.dim**-0.5 if scale is None else scale
+    return {**heads.counts, "scale": scale, "window": window, "soft_cap": soft_cap}
+
+
 def _symbolic(shape: Axes) -> Shape:
     return tuple(Size(**{axis: 1}) if isinstance(axis, str) else axis for axis in shape)
 
@@ -440,7 +448,7 @@ class Recorder(Recording):
         bias: Tensor | None = None,
         distances: Distances | None = None,
         *,
-        scale: float,
+        scale: float | None = None,
         causal: bool = False,
         window: int = 0,
         soft_cap: float = 0.0,
@@ -448,8 +456,7 @@ class Recorder(Recording):
         tiles = key_lengths = None
         if self._has_key_lengths:
             key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
-        attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
-        attributes["soft_cap"] = soft_cap
+        attributes = _of_scores(heads, scale, window, soft_cap) | {"causal": causal}
         # labels of texts have no padding
         if self._is_padded and qkv.shape[0] == Size(tokens=1):
             context, _, _ = self.call(
@@ -483,7 +490,7 @@ class Recorder(Recording):
         heads: AttentionHeads,
         bias: Tensor | None = None,
         *,
-        scale: float,
+        scale: float | None = None,
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Value:
@@ -498,7 +505,7 @@ class Recorder(Recording):
                 window=window,
             )
             operands += (tiles,)
-        attributes = {**heads.counts, "scale": scale, "window": window, "soft_cap": soft_cap}
+        attributes = _of_scores(heads, scale, window, soft_cap)
         return self.record("attention_paged", *operands, **attributes)
 
     def _tiles(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from varlen.models.blocks import inputs
 from varlen.models.checkpoint.rotary_config import (
@@ -30,6 +30,7 @@ from varlen.program.rank import AttentionHeads
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from typing_extensions import Unpack
 
     from varlen.models.checkpoint.layers import LayerReader, TokenTable
     from varlen.program.program import State, Value
@@ -197,6 +198,22 @@ def _bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     return torch.where(distance < exact, distance, far.clamp_max(buckets - 1))
 
 
+class ScoreTerms(TypedDict, total=False):
+    """What changes the scores of a layer's attention.
+
+    Attributes:
+        scale: multiplies them; None is heads.dim ** -0.5.
+        window: number of last tokens that a token reads; 0 is all.
+        soft_cap: limit of scores; 0 is none, see `attention_varlen`.
+        bias: `[heads.queries, 2 * reach + 1]` fp32, added by distance; see `attention_varlen`.
+    """
+
+    scale: float | None
+    window: int
+    soft_cap: float
+    bias: Tensor | None
+
+
 class Attention(Protocol):
     """Records the attention of one layer."""
 
@@ -208,20 +225,13 @@ class Attention(Protocol):
         heads: AttentionHeads,
         *,
         positions: RotaryPositions | None = None,
-        scale: float | None = None,
-        window: int = 0,
-        soft_cap: float = 0.0,
-        bias: Tensor | None = None,
+        **terms: Unpack[ScoreTerms],
     ) -> Value:
         """Record the attention of the layer and return its context, `[tokens, heads.width]`.
 
         Args:
             qkv: queries, keys and values of each token.
             positions: rotary positions of queries and keys; None leaves both as they are.
-            scale: multiplies the scores; None is heads.dim ** -0.5.
-            window: number of last tokens that a token reads; 0 is all.
-            soft_cap: limit of scores; 0 is none, see `attention_varlen`.
-            bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
         """
 
 
@@ -243,10 +253,7 @@ class PackedAttention:
         heads: AttentionHeads,
         *,
         positions: RotaryPositions | None = None,
-        scale: float | None = None,
-        window: int = 0,
-        soft_cap: float = 0.0,
-        bias: Tensor | None = None,
+        **terms: Unpack[ScoreTerms],
     ) -> Value:
         if positions is not None:
             norms, eps = positions.norms, positions.norm_eps
@@ -255,16 +262,8 @@ class PackedAttention:
             qkv = ops.rotary(qkv, inputs.position_ids(ops), positions.cos_sin, heads)
             if norms is not None and positions.are_norms_last:
                 qkv = ops.norm_heads(qkv, *norms, heads, eps=eps)
-        return ops.attention_varlen(
-            qkv,
-            inputs.cu_seqlens(ops),
-            heads,
-            scale=_scale(scale, heads),
-            causal=self.is_causal,
-            window=window,
-            soft_cap=soft_cap,
-            bias=bias,
-        )
+        bounds = inputs.cu_seqlens(ops)
+        return ops.attention_varlen(qkv, bounds, heads, causal=self.is_causal, **terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +290,7 @@ class PagedAttention(_KvCaches):
         heads: AttentionHeads,
         *,
         positions: RotaryPositions | None = None,
-        scale: float | None = None,
-        window: int = 0,
-        soft_cap: float = 0.0,
-        bias: Tensor | None = None,
+        **terms: Unpack[ScoreTerms],
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
         slots = inputs.slots(ops)
@@ -317,17 +313,7 @@ class PagedAttention(_KvCaches):
                 positions.norms,
                 eps=positions.norm_eps,
             )
-        return ops.attention_paged(
-            qkv,
-            keys,
-            values,
-            inputs.block_tables(ops),
-            heads,
-            scale=_scale(scale, heads),
-            window=window,
-            soft_cap=soft_cap,
-            bias=bias,
-        )
+        return ops.attention_paged(qkv, keys, values, inputs.block_tables(ops), heads, **terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,24 +340,13 @@ class CrossAttention(_KvCaches):
         layer: int,
         queries: Value,
         heads: AttentionHeads,
-        *,
-        scale: float,
-        soft_cap: float = 0.0,
+        **terms: Unpack[ScoreTerms],
     ) -> Value:
         """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
 
         Args:
             ops: recorder of the decoder's program; has recorded `queries`.
             queries: `[tokens, heads.width]`.
-            scale: multiplies the scores.
-            soft_cap: limit of scores; 0 is none, see `attention_varlen`.
         """
-        keys, values = self._of(ops, layer, heads)
-        tables = inputs.source_tables(ops)
-        return ops.attention_paged(
-            queries, keys, values, tables, heads, scale=scale, soft_cap=soft_cap
-        )
-
-
-def _scale(scale: float | None, heads: AttentionHeads) -> float:
-    return heads.dim**-0.5 if scale is None else scale
+        caches = self._of(ops, layer, heads)
+        return ops.attention_paged(queries, *caches, inputs.source_tables(ops), heads, **terms)

@@ -72,9 +72,7 @@ class LabelLayer:
 
     def record(self, ops: Recorder, x: Value) -> Value:
         qkv = self.qkv.record(ops, x)
-        mixed = ops.attention_varlen(
-            qkv, inputs.cu_instances(ops), _LABEL_HEADS, scale=_LABEL_HEADS.dim**-0.5
-        )
+        mixed = ops.attention_varlen(qkv, inputs.cu_instances(ops), _LABEL_HEADS)
         x = _normed_sum(ops, self.attended.record(ops, mixed), x, self.norm)
         y = self.down.record(ops, self.up.record_activated(ops, x, "relu"))
         return _normed_sum(ops, y, x, self.last_norm)

@@ -214,7 +214,7 @@ def record_encoder_layers(
     layers: Sequence[EncoderLayer],
     heads: AttentionHeads,
     *,
-    scale: float,
+    scale: float | None = None,
     bias: Tensor | None = None,
 ) -> Value:
     """Record the layers of an encoder and return their result, `[tokens, hidden]`."""
@@ -251,7 +251,7 @@ def record_decoder_layers(
     attention: Attention,
     cross: CrossAttention,
     *,
-    scale: float,
+    scale: float | None = None,
     bias: Tensor | None = None,
 ) -> Value:
     """Record the layers of a decoder and return their result, `[tokens, hidden]`."""
