@@ -6,6 +6,7 @@ They are equal to the outputs of models of one task.
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -152,7 +153,13 @@ def test_answers_to_other_wishes_have_other_keys():
         ("sparse_embed", "embed"),
     ]
 
-    assert len({answer_key(prompt, RequestOptions(outputs=each)) for each in wishes}) == len(wishes)
+    # an adapter may have the name of a task
+    options = [
+        RequestOptions(outputs=wish, adapter=adapter, cache_salt=salt)
+        for wish, adapter, salt in product(wishes, ["", "embed", "a"], ["", "\0s", "s"])
+    ]
+
+    assert len({answer_key(prompt, each) for each in options}) == len(options)
 
 
 def test_names_of_further_outputs_say_what_they_are():

@@ -131,9 +131,9 @@ def answer_key(prompt: Prompt, options: RequestOptions) -> bytes:
     for numbers in (ids, types, payload.tokens):
         if numbers is not None:
             digest.update(numbers.astype(np.int32, copy=False).tobytes())
-    digest.update(",".join(options.outputs).encode())
-    # JSON may hold half a surrogate pair
-    digest.update(options.cache_scope.encode(errors="surrogatepass"))
+    # no name of a task or an adapter has a comma; JSON may hold half a surrogate pair
+    names = ",".join((*options.outputs, options.cache_scope))
+    digest.update(names.encode(errors="surrogatepass"))
     return digest.digest()
 
 
