@@ -336,8 +336,6 @@ class BatchResult:
 
     def named(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Return the sequences whose adapter cannot be read."""
-        if self.failure != "adapter":
-            return []
         return [each for each in sequences if each.options.adapter == self.adapter]
 
 

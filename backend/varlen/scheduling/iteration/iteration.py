@@ -560,7 +560,9 @@ class IterationScheduler:
             return []
         if failure == "worker":
             return self._restart_all(present)
-        if named := result.named([group.first for group in present]):
+        if failure == "adapter":
+            # its client may have left
+            named = result.named(group.first for group in present)
             return [SequenceFailure(each, EngineError(result.reason)) for each in named]
         error = EngineError(OUT_OF_MEMORY if failure == "memory" else _STEP_FAILED)
         return [SequenceFailure(group.first, error) for group in present]

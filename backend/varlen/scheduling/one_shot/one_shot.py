@@ -126,8 +126,8 @@ class OneShotScheduler:
         if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
             return []
-        if named := result.named(batch.sequences):
-            return self._fail_named(batch, named, EngineError(result.reason))
+        if result.failure == "adapter":
+            return self._fail_named(batch, result)
         running = [sequence.status == "running" for sequence in batch.sequences]
         if result.failure is not None:
             error = EngineError(OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
@@ -163,10 +163,9 @@ class OneShotScheduler:
         for part in (batch.sequences[half:], batch.sequences[:half]):
             self._split.appendleft(self._part(part, "split after running out of memory"))
 
-    def _fail_named(
-        self, batch: Batch, named: Sequence[SequenceState], error: EngineError
-    ) -> list[Event]:
+    def _fail_named(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the failures of sequences whose adapter cannot be read; the others run again."""
+        named, error = result.named(batch.sequences), EngineError(result.reason)
         others = [sequence for sequence in batch.sequences if sequence not in named]
         if others:
             self._split.append(self._part(others, "others have an adapter that cannot be read"))

@@ -108,7 +108,7 @@ class KvExecutor(HeldExecutor):
     """Runs steps over blocks of (token, position); checks the shape of each step.
 
     Attributes:
-        failures: failures of the next steps; None runs one.
+        failures: failures of the next steps, perhaps with the name of an adapter; None runs one.
         steps: all that have run or failed.
         skipped: steps that did not run, because the one before failed.
         has_failed: whether one has failed; steps are smaller for some time.
@@ -167,7 +167,8 @@ class KvExecutor(HeldExecutor):
                 self.has_lost_worker = True
                 # what runs ahead waits for the result of this one
                 self.ended_in = self.ended_in or (batch if self.bench.limits.stages > 1 else None)
-            return BatchResult([], self.seconds(batch), failure=failure.split()[0])
+            kind, _, adapter = failure.partition(" ")
+            return BatchResult([], self.seconds(batch), failure=kind, adapter=adapter)
         chunks = self._drafted(batch.chunks)
         for chunk in chunks:
             self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
@@ -463,6 +464,7 @@ class Bench:
         cache_salt="",
         streams=False,
         deadline=None,
+        adapter="",
         reply=None,
     ):
         """Submit a request; return its reply.
@@ -479,6 +481,7 @@ class Bench:
             cache_salt=cache_salt,
             streams=streams,
             deadline_seconds=deadline,
+            adapter=adapter,
         )
         prompts = (Prompt(np.array(row, np.int32), payload=source) for row in rows)
         self.engine.submit(Request(tuple(prompts), options), reply)

@@ -769,6 +769,22 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.check_idle()
 
 
+def test_an_adapter_that_cannot_be_read_fails_nobody_else_if_its_client_has_left():
+    bench = Bench(slots=2)
+    stays = bench.submit(prompt_of(4), max_tokens=4)
+    # it leaves while its first step runs
+    gone = FakeReply(cancelled=[False, True])
+    bench.submit(prompt_of(4), adapter="unread", reply=gone)
+    bench.executor.failures = ["adapter unread"]
+
+    bench.run_all()
+
+    assert isinstance(gone.end, RequestCancelled)
+    assert stays.end == "finished"
+    assert tokens_of(stays) == {0: answer(prompt_of(4), 4)}
+    bench.check_idle()
+
+
 @_both_policies
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("ended_at", range(0, 12, 2))
