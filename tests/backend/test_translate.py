@@ -11,7 +11,7 @@ from tests.threads import arriving_together
 from varlen.decoding.checkpoint_rules import search_rules
 from varlen.in_process.generator import Generator
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder_decoder
+from varlen.models.loading import load_decoder
 from varlen.request.generation import GenerationOptions
 
 from .decoding.search.beam_oracles import EOS, REQUEST_NAMES, Oracle, are_equal, is_tie, random_case
@@ -110,8 +110,7 @@ def favor_the_end(tensors):
 
 def generator_of(folder, policy):
     checkpoint = Checkpoint.open(folder)
-    model = load_decoder if checkpoint.translate is None else load_encoder_decoder
-    heads = model(checkpoint, torch.float32, torch.device("cpu")).attention_heads
+    heads = load_decoder(checkpoint, torch.float32, torch.device("cpu")).attention_heads
     block_bytes = 2 * LAYERS * heads.keys * heads.dim * BLOCK_TOKENS * 4
     return Generator.from_pretrained(
         folder, **SETTINGS, kv_policy=policy, kv_bytes=BLOCKS * block_bytes

@@ -29,7 +29,7 @@ from varlen.execution.int8.layer_inputs import (
 )
 from varlen.execution.programs import record_steps
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
+from varlen.models.loading import load_decoder, load_encoder
 from varlen.program.program import Program
 from varlen.tasks import TASKS, Task
 from varlen_client.cli.progress import show_stage, show_stages
@@ -97,10 +97,9 @@ def _load(checkpoint: Checkpoint, task: Task) -> CalibratedModel[Any]:
         checkpoint.check_task("embed")
         return CalibratedEncoder(lambda dtype: load_encoder(checkpoint, dtype, cpu), checkpoint)
     checkpoint.check_task(task)
-    load = load_decoder if task == "generate" else load_encoder_decoder
 
     def record(dtype: torch.dtype) -> tuple[Program, ...]:
-        return record_steps(load(checkpoint, dtype, cpu), calibration_kv(dtype))
+        return record_steps(load_decoder(checkpoint, dtype, cpu), calibration_kv(dtype))
 
     return CalibratedDecoder(record, checkpoint)
 

@@ -42,7 +42,7 @@ from varlen.models.checkpoint.layers import StageLayers
 from varlen.models.checkpoint.lora_folder import adapter_folders
 from varlen.models.checkpoint.vector_layers import RoundLayer, load_layers
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder, load_heads
+from varlen.models.loading import load_decoder, load_encoder, load_heads
 from varlen.models.registry import DecoderModel, EncoderDecoderModel, EncoderModel
 from varlen.program.adapters import AdapterTables
 from varlen.program.program import Program, Value, bytes_of
@@ -416,8 +416,7 @@ class Steps:
 
     def _load(self, dtype: torch.dtype) -> DecoderModel | EncoderDecoderModel:
         loading = self._loading
-        load = load_encoder_decoder if self._has_sources else load_decoder
-        return load(
+        return load_decoder(
             loading.checkpoint,
             dtype,
             loading.weights_device,

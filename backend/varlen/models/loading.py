@@ -131,8 +131,8 @@ def load_decoder(
     stage: StageLayers | None = None,
     *,
     keeps_codes: bool = False,
-) -> DecoderModel:
-    """Return the decoder of a checkpoint whose `is_decoder` is true, or a part.
+) -> DecoderModel | EncoderDecoderModel:
+    """Return the decoder of a checkpoint, and its encoder if it has one, or parts.
 
     Args:
         keeps_codes: whether linear layers keep the codes of quantized weights.
@@ -142,24 +142,7 @@ def load_decoder(
         ConfigError: ranks cannot divide it.
     """
     by_output = is_by_output(device)
-    model: DecoderModel = _load(
-        checkpoint, dtype, device, dtype, rank, stage, by_output=by_output, keeps_codes=keeps_codes
-    )
-    return model
-
-
-def load_encoder_decoder(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: Rank = ALONE,
-    stage: StageLayers | None = None,
-    *,
-    keeps_codes: bool = False,
-) -> EncoderDecoderModel:
-    """Return the model of a checkpoint whose `translate` is not None; see `load_decoder`."""
-    by_output = is_by_output(device)
-    model: EncoderDecoderModel = _load(
+    model: DecoderModel | EncoderDecoderModel = _load(
         checkpoint, dtype, device, dtype, rank, stage, by_output=by_output, keeps_codes=keeps_codes
     )
     return model

@@ -17,7 +17,7 @@ from varlen.execution.programs import record_steps
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.planner import Layout
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_encoder_decoder
+from varlen.models.loading import load_decoder
 from varlen.scheduling.batch import Chunk
 from varlen_kernels import reference
 
@@ -36,7 +36,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def programs(folder):
-    model = load_encoder_decoder(Checkpoint.open(folder), torch.float32, CPU)
+    model = load_decoder(Checkpoint.open(folder), torch.float32, CPU)
     return record_steps(model, KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32))
 
 

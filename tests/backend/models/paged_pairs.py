@@ -11,7 +11,7 @@ from varlen.memory.planner import Layout
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_encoder_decoder
+from varlen.models.loading import load_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 
@@ -74,7 +74,7 @@ def _programs(folder, num_blocks, block_size, dtype, *, compiled):
     """Return functions that run the encoder and the decoder on poisoned memory and common caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("translate")
-    model = load_encoder_decoder(checkpoint, dtype, CPU)
+    model = load_decoder(checkpoint, dtype, CPU)
     caches = (num_blocks, block_size, dtype)
     ops = Recorder()
     model.record_encoder(ops, CrossAttention(*caches))

@@ -13,7 +13,7 @@ from varlen.models.checkpoint.family import HeaderReader
 from varlen.models.checkpoint.generation_config import TargetTokens, TranslateDefaults
 from varlen.models.checkpoint.weights import read_headers
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_encoder_decoder
+from varlen.models.loading import load_decoder
 
 from ..refusals import refused_checkpoint as refused
 
@@ -69,7 +69,7 @@ def copy_of(small, tmp_path):
 def load(folder):
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("translate")
-    return load_encoder_decoder(checkpoint, torch.float32, CPU)
+    return load_decoder(checkpoint, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", KINDS)

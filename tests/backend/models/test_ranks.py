@@ -24,7 +24,7 @@ from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint.layers import Linear, TokenTable
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder, load_encoder_decoder
+from varlen.models.loading import load_decoder, load_encoder
 from varlen.models.registry import FAMILIES
 from varlen.program.rank import RANKS, Rank
 from varlen.program.stages import NO_STAGES
@@ -76,9 +76,8 @@ def on_ranks(size, run):
 
 
 def load(checkpoint, rank):
-    if checkpoint.translate is not None:
-        return load_encoder_decoder(checkpoint, torch.float32, CPU, rank)
-    if checkpoint.is_decoder and checkpoint.task == "generate":
+    is_generator = checkpoint.is_decoder and checkpoint.task == "generate"
+    if is_generator or checkpoint.translate is not None:
         return load_decoder(checkpoint, torch.float32, CPU, rank)
     return load_encoder(checkpoint, torch.float32, CPU, rank)
 

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -55,6 +56,8 @@ LEAST_TEXTS = 8
 _DESCRIPTORS = Path("/proc/self/fd")
 # Pause between lines of progress.
 _LOG_SECONDS = 10.0
+# Batches that run ahead.
+_AHEAD = 2
 # Lengths of prompts of random tokens, which reach columns that texts of one language do not.
 _RANDOM_TOKENS = (32, 64, 128, 256) * 2
 
@@ -174,8 +177,7 @@ def calibrate(
         def run_seen(kernels: object) -> None:
             deque(run("running texts", model.served, kernels, seen), 0)
 
-        answers = partial(run, "measuring the quality", kernels=cpu, batches=measured)
-        expected = _ahead(answers(model.programs))
+        expected = _ahead([partial(model.run, model.programs, cpu, batch) for batch in measured])
         found = calibrate_layers(
             model.programs,
             model.served,
@@ -186,7 +188,8 @@ def calibrate(
             cores=cores,
         )
         programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
-        quality = model.compare(answers(programs), expected, held_out)
+        answers = run("measuring the quality", programs, cpu, measured)
+        quality = model.compare(answers, expected, held_out)
         hashes, levels = _hashes_of(model), product_of(bits).levels
         return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
 
@@ -204,21 +207,23 @@ def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Pr
     return batches
 
 
-def _ahead(answers: Iterator[_Answer]) -> Iterator[_Answer]:
-    """Return answers; another thread makes the next one meanwhile."""
+def _ahead(runs: Sequence[Callable[[], Iterator[_Answer]]]) -> Iterator[_Answer]:
+    """Return the answers of runs; threads make the next ones meanwhile."""
 
     @torch.inference_mode()
-    def following() -> _Answer | None:
-        return next(answers, None)
+    def answers(run: Callable[[], Iterator[_Answer]]) -> list[_Answer]:
+        return [*run()]
 
-    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-    found = [thread.submit(following)]
+    threads = ThreadPoolExecutor(_AHEAD, initializer=torch.set_num_threads, initargs=(1,))
+    left = iter(runs)
+    found = deque(threads.submit(answers, each) for each in islice(left, _AHEAD))
 
     def made() -> Iterator[_Answer]:
-        with thread:
-            while (answer := found.pop().result()) is not None:
-                found.append(thread.submit(following))
-                yield answer
+        with threads:
+            while found:
+                following = found.popleft().result()
+                found.extend(threads.submit(answers, each) for each in islice(left, 1))
+                yield from following
 
     return made()
 

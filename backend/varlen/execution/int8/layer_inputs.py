@@ -106,7 +106,7 @@ _CPU = torch.device("cpu")
 _LONGEST = 64
 _LONGEST_TARGET = 32
 _TEXTS_TOGETHER = 48
-# Logits that are held at a time, of each of both models: 64 MiB.
+# Logits of a batch that measures: 64 MiB.
 _MOST_LOGITS = 2**24
 # Logits of a batch that calibrates: 1 GiB.
 _MOST_SEEN_LOGITS = 2**28

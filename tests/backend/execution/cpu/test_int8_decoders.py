@@ -20,7 +20,7 @@ from varlen.execution.programs import record_steps
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder_decoder
+from varlen.models.loading import load_decoder
 from varlen.service.generation import GeneratorParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
@@ -60,10 +60,9 @@ def gpt2(make_checkpoint):
 
 def calibrated(folder):
     checkpoint = Checkpoint.open(folder)
-    load = load_decoder if checkpoint.translate is None else load_encoder_decoder
 
     def record(dtype):
-        return record_steps(load(checkpoint, dtype, CPU), calibration_kv(dtype))
+        return record_steps(load_decoder(checkpoint, dtype, CPU), calibration_kv(dtype))
 
     return CalibratedDecoder(record, checkpoint)
 

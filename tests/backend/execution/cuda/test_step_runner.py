@@ -33,7 +33,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.planner import Layout
 from varlen.models import loading
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.loading import load_decoder, load_encoder_decoder
+from varlen.models.loading import load_decoder
 from varlen.program.recorder import Recorder
 from varlen.scheduling.batch import Chunk
 from varlen_kernels import reference
@@ -63,15 +63,14 @@ def has_sources(folder):
 
 
 @pytest.fixture(scope="module")
-def programs(folder, has_sources):
+def programs(folder):
     """Return step and encoder for a CPU, then for a GPU with weights as there."""
-    load = load_encoder_decoder if has_sources else load_decoder
     kv = KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32)
     checkpoint, dtype = Checkpoint.open(folder), torch.float32
-    cpu = record_steps(load(checkpoint, dtype, CPU), kv)
+    cpu = record_steps(load_decoder(checkpoint, dtype, CPU), kv)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "is_by_output", lambda _: True)
-        model = load(checkpoint, dtype, CPU)
+        model = load_decoder(checkpoint, dtype, CPU)
     return cpu, record_steps(model, kv, partial(Recorder, for_gpu=True))
 
 
