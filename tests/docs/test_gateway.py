@@ -57,6 +57,14 @@ def test_the_table_of_fields_has_those_of_completions_and_chats():
     assert named >= CompletionsBody.model_fields.keys() | ChatBody.model_fields.keys()
 
 
+@pytest.mark.parametrize("name", ["max_requests", "timeout_seconds", "watch_seconds"])
+def test_the_table_of_limits_has_the_defaults_of_the_gateway(name):
+    option = "--" + name.replace("timeout_seconds", "timeout").replace("_", "-")
+    [default] = re.findall(rf"^\| `{option}` \| (\S+) \|", GATEWAY, re.MULTILINE)
+
+    assert float(default) == getattr(GatewaySettings(url=""), name)
+
+
 def test_the_page_names_every_field_that_is_not_served():
     names = {
         name

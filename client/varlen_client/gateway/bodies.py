@@ -119,7 +119,7 @@ class Object(BaseModel):
     """
 
     # the OpenAPI description has the docstrings of fields
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, allow_inf_nan=False)
 
     unserved: ClassVar[UnservedFields] = {}
     noun: ClassVar[str] = ""
@@ -343,7 +343,7 @@ def checked(form: type[_Fields], body: Any, ignore: Ignore | None) -> _Fields:
     return found
 
 
-def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
+def rows_of(texts: Texts, name: str, most: int = MAX_INPUTS) -> list[str] | list[list[int]]:
     """Return one text, or one list of token ids, per row.
 
     Raises:
@@ -351,14 +351,14 @@ def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
     """
     is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
     rows = [texts] if is_one else texts
-    check_rows(name, rows)
+    check_rows(name, rows, most)
     return cast("list[str] | list[list[int]]", rows)
 
 
-def check_rows(name: str, rows: Sequence[object]) -> None:
-    """Raise InvalidRequest unless there are 1 to MAX_INPUTS rows."""
-    if not 1 <= len(rows) <= MAX_INPUTS:
-        raise InvalidRequest(f"{name} has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
+def check_rows(name: str, rows: Sequence[object], most: int = MAX_INPUTS) -> None:
+    """Raise InvalidRequest unless there are 1 to `most` rows."""
+    if not 1 <= len(rows) <= most:
+        raise InvalidRequest(f"{name} has {len(rows)} rows; allowed: 1 to {most}")
 
 
 def check_repeated(name: str, text: str, times: int) -> None:

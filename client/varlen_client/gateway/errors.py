@@ -193,10 +193,12 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
     is_always_empty = first["type"] == "too_long" and first["ctx"]["max_length"] == 0
     if is_always_empty:
         return name, f"{name} is not supported"
-    # a field of several types has an error for each
-    same = [each for each in errors if list(each["loc"][1 : 1 + len(path)]) == path]
+    given, same = "", [first]
+    if first["type"] != "missing":
+        given = f" is {_shortened.repr(value)}"
+        # a field of several types has an error for each
+        same = [each for each in errors if list(each["loc"][1 : 1 + len(path)]) == path]
     reasons = "; ".join(dict.fromkeys(each["msg"] for each in same))
-    given = "" if first["type"] == "missing" else f" is {_shortened.repr(value)}"
     return name, f"{name}{given}: {reasons}"
 
 

@@ -61,9 +61,7 @@ class CompletionsBody(SamplingBody):
 
 async def completions(gateway: Gateway, body: CompletionsBody) -> Response:
     """Continue prompts, which are texts or token ids."""
-    prompts = rows_of(body.prompt, "prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}")
+    prompts = rows_of(body.prompt, "prompt", MAX_PROMPTS)
     sampling = _sampling(body)
     make_choice = partial(_choice, _echoed(body, prompts), body.n, body.logprobs is not None)
     model = await gateway.models.get(body.model)

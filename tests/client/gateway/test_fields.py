@@ -1,5 +1,7 @@
 """Which fields of completions and chats are served, allowed in one value, ignored or refused."""
 
+import json
+
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
@@ -190,7 +192,8 @@ REFUSED = [
     ((COMPLETION,), {"add_special_tokens": False}, "add_special_tokens is False: Input should be"),
     ((COMPLETION,), {"echo": True, "logprobs": 0}, "echo is True with logprobs"),
     ((COMPLETION,), {"echo": True, "prompt": [5]}, "echo is True with a prompt of token ids"),
-    ((COMPLETION,), {"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
+    ((COMPLETION,), {"prompt": ["a"] * 129}, "prompt has 129 rows; allowed: 1 to 128"),
+    ((COMPLETION,), {"prompt": []}, "prompt has 0 rows; allowed: 1 to 128"),
     *(
         (
             (CHAT,),
@@ -266,6 +269,14 @@ OPENAI = {
 }
 
 
+# Python's json writes these as NaN and Infinity, which the gateway reads.
+NO_NUMBERS = [
+    ({"temperature": float("nan")}, "temperature is nan: Input should be a finite number"),
+    ({"frequency_penalty": float("inf")}, "frequency_penalty is inf: Input should be a finite"),
+    ({"logit_bias": {"1": float("nan")}}, "logit_bias.1 is nan: Input should be a finite number"),
+]
+
+
 def by_path(table):
     """Return a case for each path of each row."""
     return [
@@ -314,6 +325,17 @@ def test_served_fields_are_options_of_the_server(received, path, fields, options
 @pytest.mark.parametrize("path, fields", by_path(NO_EFFECT))
 def test_fields_that_ask_for_nothing_change_nothing(received, path, fields):
     assert received(path, **fields) == received(path)
+
+
+@pytest.mark.parametrize("fields, message", NO_NUMBERS)
+def test_a_number_that_is_none_is_named(send, calls, fields, message):
+    body = json.dumps({**BODIES[COMPLETION], **fields})
+
+    answer = send("POST", COMPLETION, content=body, headers={"Content-Type": "application/json"})
+
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert calls.received == []
 
 
 @pytest.mark.parametrize("path, fields, message", by_path(REFUSED))

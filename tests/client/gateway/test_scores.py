@@ -412,18 +412,19 @@ def given_to(call):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "wrong, message",
     [
-        {"inputs": "who?"},
-        {"inputs": {"question": "who?"}},
-        {"inputs": []},
-        {"top_k": 0},
-        {"truncate": True},
-        {"parameters": {"truncate_prompt_tokens": 3}},
+        ({"inputs": "who?"}, "inputs is 'who?': Input should be"),
+        ({"inputs": {"question": "who?"}}, "inputs.context: Field required"),
+        ({"inputs": []}, "inputs has 0 rows"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"truncate": True}, "truncate is not supported"),
+        ({"parameters": {"truncate_prompt_tokens": 3}}, "truncate_prompt_tokens"),
     ],
 )
-def test_wrong_questions_are_refused(send, calls, wrong):
-    body = {"model": "answerer", "inputs": QUESTION, **wrong}
+def test_wrong_questions_are_refused(refusal, calls, wrong, message):
+    status, error = refusal("/", **{"model": "answerer", "inputs": QUESTION, **wrong})
 
-    assert send("POST", "/", body).status_code in (400, 422)
+    assert status == 400
+    assert message in error["message"]
     assert calls.received == []
