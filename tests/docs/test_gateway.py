@@ -10,6 +10,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.ci.scripts import PROJECT
+from varlen.decoding.text.chat import MAX_MESSAGES
 from varlen_client.calls import DEFAULT_ROWS_PER_REQUEST
 from varlen_client.gateway import GatewaySettings, unserved_fields
 from varlen_client.gateway.app import create_app
@@ -90,6 +91,10 @@ def test_all_other_paths_on_the_page_about_moving_in_are_served():
 
     assert requests
     assert requests | named_paths("\n".join(rows)) <= paths()
+
+
+def test_the_page_has_the_messages_that_the_server_takes():
+    assert f"a chat {MAX_MESSAGES} messages" in GATEWAY
 
 
 def test_moving_in_has_the_limits_of_a_request():

@@ -276,17 +276,17 @@ def batch(
         left = len(names) - len(done)
         if done:
             print_message(f"{len(done)} of {len(names)} requests are answered in {output}")
-        if not left:
-            return
-        with output.open("ab") as stream, show_progress("answering", left) as report:
-            asyncio.run(answer(stream, report))
+        if left:
+            with output.open("ab") as stream, show_progress("answering", left) as report:
+                asyncio.run(answer(stream, report))
     except BatchFileError as error:
         usage_error(f"{output}: {error.args[0]}")
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror}")
     except KeyboardInterrupt:
         fail(f"interrupted; what was answered is in {output}: run the same command to go on")
-    failed = left - statuses.count(200)
-    print_message(f"answered {left - failed} of {left} requests in {output}")
+    if left:
+        print_message(f"answered {statuses.count(200)} of {left} requests in {output}")
+    failed = len(names) - [*done.values(), *statuses].count(200)
     if failed:
         fail(f"{failed} requests failed; their lines in {output} have the reasons")

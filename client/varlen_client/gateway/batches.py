@@ -269,8 +269,8 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-def keep_final(output: Path, names: Collection[str]) -> set[str]:
-    """Keep the final answers of an output; return the names of their requests.
+def keep_final(output: Path, names: Collection[str]) -> dict[str, int]:
+    """Keep the final answers of an output; return the status of each, by its name.
 
     A last line that was written in part, and a failure that may succeed now, leave the file.
 
@@ -282,8 +282,8 @@ def keep_final(output: Path, names: Collection[str]) -> set[str]:
         OSError: the file cannot be written.
     """
     if not output.exists():
-        return set()
-    done: set[str] = set()
+        return {}
+    done: dict[str, int] = {}
     with output.open("rb") as lines, _replacing(output) as kept:
         for line in lines:
             is_ours = line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
@@ -296,8 +296,9 @@ def keep_final(output: Path, names: Collection[str]) -> set[str]:
             if name not in names:
                 shown = repr(name[:_SHOWN])
                 raise BatchFileError(f"the file answers {shown}, which the input has not", None)
-            if int(found[2]) not in _TRANSIENT and name not in done:
-                done.add(name)
+            status = int(found[2])
+            if status not in _TRANSIENT and name not in done:
+                done[name] = status
                 kept.write(line)
     return done
 
@@ -521,7 +522,7 @@ class Jobs:
             most=MAX_REQUESTS,
         )
 
-        def read() -> tuple[int, list[set[str]]]:
+        def read() -> tuple[int, list[dict[str, int]]]:
             names = {request.custom_id for request in lines()}
             return len(names), [keep_final(path, names) for path in paths]
 

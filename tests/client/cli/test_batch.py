@@ -77,6 +77,13 @@ def test_a_refused_request_has_its_error_and_the_others_are_answered(tmp_path, c
     found = answers(tmp_path / "out.jsonl")
     assert [found[name][0] for name in "abc"] == [200, 400, 200]
     assert "input" in found["b"][1]["error"]["message"]
+    calls.received.clear()
+
+    again = run("batch", file, "--output", tmp_path / "out.jsonl")
+
+    assert again.exit_code == 1
+    assert "1 requests failed" in again.stderr
+    assert calls.received == []
 
 
 def test_a_later_run_sends_only_what_has_no_final_answer(tmp_path, calls):
