@@ -28,6 +28,7 @@ class MetricsSample:
     requests: Mapping[str, float]
     """Requests since the server started, by outcome."""
     tokens: float
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def read_metrics(page: str, model: str) -> MetricsSample | None:
         queued_tokens=totals.get("varlen_queued_tokens", 0.0),
         requests=outcomes,
         tokens=totals.get("varlen_tokens_total", 0.0),
+        is_draining=totals.get("varlen_draining", 0.0) > 0,
     )
 
 

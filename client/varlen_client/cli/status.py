@@ -145,7 +145,7 @@ def _metrics_url(urls: Sequence[str], models: set[str]) -> str | None:
 
 
 def _loads(url: str, models: Sequence[_Model]) -> dict[str, list[str]]:
-    """Return the columns of the load of each model that has metrics of varlen."""
+    """Return state and load, in columns, of each model that has metrics of varlen."""
     before = _samples(url, models)
     time.sleep(SAMPLE_SECONDS)
     now = _samples(url, models)
@@ -164,6 +164,7 @@ def _load(before: MetricsSample, now: MetricsSample) -> list[str]:
     outcomes = sorted(now.requests.items(), key=lambda each: (each[0] != "ok", each[0]))
     tokens = f" ({now.queued_tokens:.0f} tokens)" if now.queued_tokens else ""
     return [
+        "draining" if now.is_draining else "ready",
         f"{now.queued_requests:.0f}{tokens}",
         f"{rate.requests:.1f}",
         f"{rate.tokens:.0f}",
@@ -178,7 +179,9 @@ def _table(models: Sequence[_Model], loads: Mapping[str, list[str]]) -> Table:
     for name in columns:
         table.add_column(name, no_wrap=name != "requests")
     for each in models:
-        state = "ready" if each.is_ready else f"NOT READY ({each.state or 'not loaded'})"
-        row = [each.name, state, each.task, *loads.get(each.name, [])]
+        state, *load = loads.get(each.name, ["ready"])
+        if not each.is_ready:
+            state = f"NOT READY ({each.state or 'not loaded'})"
+        row = [each.name, state, each.task, *load]
         table.add_row(*map(escape, row))
     return table

@@ -59,6 +59,17 @@ def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch
     assert 20 < float(rate) <= 50
 
 
+def test_status_shows_that_a_model_drains(varlen, monkeypatch):
+    page = 'varlen_draining{model="fake",instance="fake_0_0",version="1"} 2\n'
+    monkeypatch.setattr(cli_status, "fetch_metrics", lambda url, *, timeout: page)
+    monkeypatch.setattr(cli_status, "SAMPLE_SECONDS", 0)
+
+    result = varlen("status")
+
+    assert result.exit_code == 0
+    assert row(result, "fake")[:3] == ["fake", "draining", "embed"]
+
+
 def row(result, model: str) -> list[str]:
     """Return the columns of a model that `varlen status` prints."""
     [line] = [line for line in result.stdout.splitlines() if line.startswith(f"{model} ")]
