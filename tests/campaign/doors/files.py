@@ -35,7 +35,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-_COMMANDS = ("varlen_tools.fetch", "varlen_tools.doctor")
+_PROGRAM, _COMMANDS = "varlen_client.cli.main", ("fetch", "doctor")
 
 
 def code_of_another_user(_: Campaign, report: Report) -> None:
@@ -148,15 +148,16 @@ def endless_patterns(campaign: Campaign, report: Report) -> None:
         split = f'{{"type":"Split","pattern":{{"Regex":"{_PATTERN}"}},"behavior":"Isolated","invert":false}}'
         begin, key, rest = tokenizer.partition('"pre_tokenizer"')
         (folder / "tokenizer.json").write_text(f'{begin}"unused": 0, {key}: {split}, "was"{rest}')
-        said = _run("varlen_tools.fetch", folder, Path(scratch, "models"))
+        said = _run("fetch", folder, Path(scratch, "models"))
         report.check(holds=f'the pattern "{_PATTERN}"' in said, problem=f"a pattern: {said[-300:]}")
 
 
-def _run(module: str, folder: Path, repository: Path) -> str:
+def _run(name: str, folder: Path, repository: Path) -> str:
     """Return the errors of a command that must refuse a checkpoint, within time and memory."""
-    arguments = ["--repository", str(repository)] if module.endswith("fetch") else []
+    arguments = [name, str(folder)]
+    arguments += ["--repository", str(repository)] if name == "fetch" else []
     limited = f'ulimit -v {_MEMORY_BYTES // 1024}; exec "$@"'
-    command = ["sh", "-c", limited, "sh", sys.executable, "-m", module, str(folder), *arguments]
+    command = ["sh", "-c", limited, "sh", sys.executable, "-m", _PROGRAM, *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
