@@ -192,7 +192,11 @@ def write_configs(folder: Path, **configs: str) -> None:
 
 
 def test_the_only_ensemble_is_what_clients_ask(tmp_path):
-    write_configs(tmp_path, tokens='backend: "python"', ours='backend: "varlen"')
+    write_configs(tmp_path, ours='backend: "varlen"')
+    with pytest.raises(AdoptError, match="no config.pbtxt of a model of another backend"):
+        adoption._entry(tmp_path)
+
+    write_configs(tmp_path, tokens='backend: "python"')
     assert adoption._entry(tmp_path) == "tokens"
 
     write_configs(tmp_path, bert='platform: "onnxruntime_onnx"')

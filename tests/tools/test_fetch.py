@@ -936,6 +936,15 @@ main("org/tiny", repository=Path({str(repository)!r}))
     assert list(repository.parent.glob(".fetch-*")) == list(repository.iterdir()) == []
 
 
+def test_a_repository_that_is_a_file_is_an_error_without_a_traceback(encoder, tmp_path):
+    (tmp_path / "file").touch()
+
+    result = run_varlen("fetch", encoder, "--repository", tmp_path / "file")
+
+    assert result.exit_code == 2
+    assert f"fetch: [Errno 17] File exists: '{tmp_path / 'file'}'" in said(result)
+
+
 @pytest.mark.parametrize(
     "source, message",
     [

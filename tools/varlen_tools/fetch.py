@@ -734,7 +734,7 @@ def main(
             on_found=lambda found: Console(stderr=True).print(table(rows(found))),
             show=show_stage,
         )
-    except FetchError as error:
+    except (FetchError, OSError) as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
     if measure:

@@ -277,8 +277,10 @@ def _entry(view: Path) -> str:
     configs = {folder.name: read_model_config(folder) for folder in folders}
     ensembles = [name for name, config in configs.items() if config.HasField("ensemble_scheduling")]
     found = ensembles or [name for name, config in configs.items() if config.backend != "varlen"]
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
+    if not found:
+        raise AdoptError("the repository has no config.pbtxt of a model of another backend")
+    if len(found) > 1:
+        names = ", ".join(found)
         raise AdoptError(f"{len(found)} models may be meant ({names}); choose one: --model")
     return found[0]
 
