@@ -149,7 +149,7 @@ def _measure(route: Route, load: Load, generator: WorkerProcess) -> Row:
     def spent() -> dict[str, float]:
         return {name: family_seconds(pid) for name, pid in route.processes.items()}
 
-    speed, before = gflops(), spent()
+    before = spent()
     answer = generator.ask(route=asdict(route), load=asdict(load))
     costs = {name: seconds - before[name] for name, seconds in spent().items()}
     row = Row(**answer["row"])
@@ -159,7 +159,7 @@ def _measure(route: Route, load: Load, generator: WorkerProcess) -> Row:
     )
     memory = sum(map(family_bytes, route.processes.values())) / MIB
     note = "; ".join(filter(None, [f"processor time of a request: {note}", row.note]))
-    return replace(row, rss_mib=memory, machine_gflops=speed, note=note)
+    return replace(row, rss_mib=memory, machine_gflops=gflops(), note=note)
 
 
 def _least_cosine(route: Route, generator: WorkerProcess, vectors: Vectors) -> float:

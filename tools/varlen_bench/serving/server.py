@@ -277,11 +277,11 @@ class Served:
 
     def measure(self, load: Load) -> Row:
         """Return the row of a load."""
-        before, speed = self._series(), gflops()
+        before = self._series()
         row = Row(**self.generator.ask(models=self.system.models, load=asdict(load)))
         growth = self._growth(before, (row.sent or 0) - (row.lost or 0))
         memory = sum(map(family_bytes, self.processes())) / MIB
-        return replace(row, rss_mib=memory, machine_gflops=speed, **counted(growth))
+        return replace(row, rss_mib=memory, machine_gflops=gflops(), **counted(growth))
 
     def embed(self, requests: Sequence[Sequence[int]]) -> Vectors:
         """Return the vectors of requests that are sent at once, [requests, hidden]."""
