@@ -10,6 +10,7 @@ docs/decisions/0132-launches-of-searches.md has measurements.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -60,9 +61,9 @@ _KEPT_PRIMITIVES = 192
 _USUAL_TOKENS = 512
 # Times that are kept of each choice: the least of them counts, since other processes make some longer.
 _KEPT = 4
-# Steps from one trial of the other choice to the next one. A trial that takes much longer doubles them.
-_TRIAL, _LONGEST_TRIAL = 64, 4096
-_MUCH_LONGER = 1.5
+# Steps before the first trial of the other choice, what later ones may cost as a part of the time, and the most steps
+# between two of them.
+_FIRST_TRIAL, _TRIAL_COST, _LONGEST_PAUSE = 16, 0.01, 4096
 # Parts of launches that are kept for others of the same shapes.
 _KEPT_PARTS = 16
 # Steps that a launch takes after one in which a search has ended: others end soon, and a launch costs as much.
@@ -239,13 +240,11 @@ class _Times:
 
     Attributes:
         left: number of steps before the next trial.
-        pause: number of steps between trials.
     """
 
     on_all: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     on_one: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    left: int = _KEPT
-    pause: int = _TRIAL
+    left: int = _FIRST_TRIAL
 
     @property
     def is_faster_alone(self) -> bool:
@@ -254,19 +253,16 @@ class _Times:
 
     def end_trial(self, taken: float, usual: float) -> None:
         """Decide when the next trial comes, given the seconds of both choices."""
-        if taken > _MUCH_LONGER * usual:
-            self.pause = self.left = min(2 * self.pause, _LONGEST_TRIAL)
-        else:
-            # a close race is decided by several trials
-            is_decided = min(len(self.on_one), len(self.on_all)) == _KEPT
-            self.pause, self.left = _TRIAL, _TRIAL if is_decided else 1
+        pause = math.ceil((taken / usual - 1) / _TRIAL_COST)
+        # one that has cost nothing is followed by another one
+        self.left = min(max(1, pause), _LONGEST_PAUSE)
 
 
 class StepCores:
     """Chooses the cores of steps: one or all, whichever is faster.
 
     Not for two threads at once. A step of a small model, or one whose cores are two threads of one real core, is faster
-    on one. No rule says where: of each size most run on the faster choice, and some on the other one.
+    on one. No rule says where: of each size most run on the faster choice, and few on the other one.
     docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
     """
 
