@@ -27,7 +27,6 @@ from varlen.scheduling.device_plan import (
     Draws,
     EditLimits,
     SampledToken,
-    SearchRules,
 )
 from varlen_kernels.functions import NOT_GIVEN
 
@@ -88,7 +87,7 @@ class TokenChooser:
         if len(searching) < len(rows):
             draws = self._draws(rows)
             is_whole = is_whole and draws is not None
-        later = _later(searching, rules, step.steps - 1) if is_whole and step.steps > 1 else None
+        later = _later(searching, step.steps - 1) if is_whole and step.steps > 1 else None
         return DevicePlan(draws, rules, is_whole, self._renormalizes, later)
 
     def _draws(self, chunks: Sequence[Chunk]) -> Draws | None:
@@ -192,15 +191,12 @@ class TokenChooser:
         return self._sampler.sample(logits, sequences, lengths, drafted)
 
 
-def _later(
-    chunks: Sequence[Chunk], rules: Sequence[SearchRules | None], count: int
-) -> npt.NDArray[np.float64] | None:
+def _later(chunks: Sequence[Chunk], count: int) -> npt.NDArray[np.float64] | None:
     """Return `DevicePlan.later` of this number of steps; None if their rules differ in more."""
     found = []
-    for chunk, of_first in zip(chunks, rules, strict=True):
+    for chunk in chunks:
         search = cast(DeviceSearch, chunk.sequence.sampler_state)
-        assert of_first is not None
-        divisors = search.later(chunk.num_generated, of_first, count)
+        divisors = search.later(chunk.num_generated, count)
         if divisors is None:
             return None
         found.append(divisors)

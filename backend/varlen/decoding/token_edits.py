@@ -233,7 +233,7 @@ class TokenHistory:
 
 
 class TokenEditor:
-    """Forced tokens and edits of the beams of one prompt."""
+    """Forced tokens and edits of the beams of one prompt, by `options` of its request."""
 
     @classmethod
     def of_request(
@@ -271,6 +271,7 @@ class TokenEditor:
             prompt_ids: tokens before the first generated one; for an encoder-decoder, tokens of the decoder.
             vocab_size: number of tokens of the model; rules for other tokens are ignored.
         """
+        self.options = options
         self._rules = rules
         self._forbidden = forbidden
         self.end_ids = tuple(token for token in rules.end_ids if token < vocab_size)

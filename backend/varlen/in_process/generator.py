@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, cast
@@ -214,7 +215,7 @@ def _join(parts: Sequence[GeneratedPart]) -> Generation:
     assert reason is not None
     return Generation(
         text="".join(part.text for part in parts),
-        token_ids=tuple(token for part in parts for token in part.token_ids),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         finish_reason=reason,
         logprobs=tuple(each for part in parts for each in part.logprobs),
         score=parts[-1].score,

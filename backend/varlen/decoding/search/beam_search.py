@@ -165,21 +165,8 @@ def stops_when_full(options: GenerationOptions) -> bool:
 
 def length_penalty(options: GenerationOptions, length: int) -> float:
     """Return the divisor of the score of an answer of this length."""
-    return _penalty(options.length_penalty_type, options.length_penalty, length)
-
-
-def _penalty(kind: str, power: float, length: int) -> float:
-    base = (5 + length) / 6 if kind == "gnmt" else length
-    return float(base**power)
-
-
-@lru_cache(maxsize=256)
-def _divisors_of(kind: str, power: float, longest: int | None, length: int, count: int) -> Divisors:
-    # most searches of a launch have the same ones
-    own = [_penalty(kind, power, each) for each in range(length, length + count)]
-    return tuple(
-        (each, each if longest is None else _penalty(kind, power, longest)) for each in own
-    )
+    base = (5 + length) / 6 if options.length_penalty_type == "gnmt" else length
+    return float(base**options.length_penalty)
 
 
 class BeamSearch:
@@ -488,6 +475,44 @@ def _editor_of(
     )
 
 
+# most searches of a launch have the same ones
+@lru_cache(maxsize=64)
+def _rules_of(editor: TokenEditor, num_generated: int) -> SearchRules:
+    options, length = editor.options, num_generated + 1
+    return SearchRules(
+        options.num_beams,
+        length >= options.max_tokens,
+        stops_when_full(options),
+        editor.forced(num_generated),
+        editor.end_ids,
+        editor.banned(num_generated),
+        *_divisors(options, length)[0],
+    )
+
+
+@lru_cache(maxsize=64)
+def _later_of(editor: TokenEditor, num_generated: int, count: int) -> Divisors | None:
+    last, rules = num_generated + count, _rules_of(editor, num_generated)
+    # bans end with a number of tokens, so the steps between have the same ones
+    if rules.is_last or rules.forced is not None or last + 1 >= editor.options.max_tokens:
+        return None
+    if editor.forced(last) is not None:
+        return None
+    banned = editor.banned(last)
+    if banned is not rules.banned and not np.array_equal(banned, rules.banned):
+        return None
+    return _divisors(editor.options, num_generated + 2, count)
+
+
+def _divisors(options: GenerationOptions, length: int, count: int = 1) -> Divisors:
+    """Return the divisors of steps whose answers have `length` tokens, and more."""
+    is_never = options.early_stopping == "never" and options.length_penalty > 0
+    lengths = range(length, length + count)
+    own = [length_penalty(options, each) for each in lengths]
+    best = [length_penalty(options, options.max_tokens)] * count if is_never else own
+    return tuple(zip(own, best, strict=True))
+
+
 class DeviceSearch:
     """A search whose steps are taken where the logits are, without the host.
 
@@ -505,53 +530,26 @@ class DeviceSearch:
         forbidden: ForbiddenTokens = NOTHING_FORBIDDEN,
     ) -> None:
         """Start a search; arguments as in `BeamSearch`."""
-        self._options = options
         # its rules depend on no token of the prompt, only on whether there are several
         self._editor = _editor_of(
             rules, options, tuple(prompt_ids[:2]), vocab_size, forbidden.always
         )
-        self._end_ids = self._editor.end_ids
-        # of each step: parent and token of each beam
-        self._steps: list[list[list[int]]] = []
+        # of each beam of each step
+        self._parents: list[int] = []
+        self._tokens: list[int] = []
 
     def rules(self, num_generated: int) -> SearchRules:
         """Return the rules of the step that chooses the token after this number of them."""
-        options, length = self._options, num_generated + 1
-        return SearchRules(
-            options.num_beams,
-            length >= options.max_tokens,
-            stops_when_full(options),
-            self._editor.forced(num_generated),
-            self._end_ids,
-            self._editor.banned(num_generated),
-            *self._divisors(length)[0],
-        )
+        return _rules_of(self._editor, num_generated)
 
-    def later(self, num_generated: int, rules: SearchRules, count: int) -> Divisors | None:
+    def later(self, num_generated: int, count: int) -> Divisors | None:
         """Return the divisors of later steps; None if more of their rules differs.
 
         Args:
             num_generated: number of tokens of each beam before the first step.
             count: number of later steps, at least one.
         """
-        last = num_generated + count
-        # bans end with a number of tokens, so the steps between have the same ones
-        if rules.is_last or rules.forced is not None or last + 1 >= self._options.max_tokens:
-            return None
-        if self._editor.forced(last) is not None:
-            return None
-        banned = self._editor.banned(last)
-        if banned is not rules.banned and not np.array_equal(banned, rules.banned):
-            return None
-        return self._divisors(num_generated + 2, count)
-
-    def _divisors(self, length: int, count: int = 1) -> Divisors:
-        """Return the divisors of steps whose answers have `length` tokens, and more."""
-        options = self._options
-        is_never = options.early_stopping == "never" and options.length_penalty > 0
-        longest = options.max_tokens if is_never else None
-        kind, power = options.length_penalty_type, options.length_penalty
-        return _divisors_of(kind, power, longest, length, count)
+        return _later_of(self._editor, num_generated, count)
 
     def read(
         self,
@@ -567,23 +565,23 @@ class DeviceSearch:
             ends, beams, scores: the part of `ChosenBeams` of this search.
         """
         count = sum([end[0] != NOT_TAKEN for end in ends])
+        parents, tokens = beams[:count, :, 0].ravel().tolist(), beams[:count, :, 1].ravel().tolist()
         # a step that failed was taken again
-        del self._steps[num_generated:]
-        taken = beams[:count, :, :2].tolist()
-        self._steps += taken
+        begin = num_generated * self._editor.options.num_beams
+        self._parents[begin:], self._tokens[begin:] = parents, tokens
         if not count or not ends[count - 1][0]:
-            parents = [parent for step in taken for parent, _ in step]
             return BeamStep(tuple(parents), (), count=count)
-        rows = range(min(ends[count - 1][1], self._options.n))
+        rows = range(min(ends[count - 1][1], self._editor.options.n))
         best, of_best = beams[count - 1], scores[count - 1]
         answers = tuple([self._answer(best[i], float(of_best[i])) for i in rows])
         return BeamStep((), (), answers, count=count)
 
     def _answer(self, found: Int32Array, score: float) -> BeamAnswer:
         token, beam, length = found[2:].tolist()
-        reason: FinishReason = "stop" if token in self._end_ids else "length"
+        reason: FinishReason = "stop" if token in self._editor.end_ids else "length"
         tokens = [token]
-        for step in reversed(self._steps[: length - 1]):
-            beam, token = step[beam]
-            tokens.append(token)
+        for step in reversed(range(length - 1)):
+            at = step * self._editor.options.num_beams + beam
+            beam = self._parents[at]
+            tokens.append(self._tokens[at])
         return BeamAnswer(tuple(reversed(tokens)), score, reason)

@@ -220,7 +220,7 @@ def test_later_steps_of_a_launch_differ_in_their_divisors_alone(options, count, 
     search = DeviceSearch(sequence.generation, [0], rules=TokenRules((END,)), vocab_size=VOCABULARY)
     first = search.rules(2)
 
-    later = search.later(2, first, count)
+    later = search.later(2, count)
 
     if not is_alike:
         assert later is None
