@@ -463,10 +463,12 @@ def test_a_refusal_is_shown_and_fails(encoder, spoil, message):
     assert report_of(encoder)["verdict"] == "refused"
 
 
-def test_a_model_that_fills_in_words_gets_a_note(words):
+def test_a_model_that_fills_in_words_gets_a_note(words, caplog):
     notes = agreeing(words)["findings"]["notes"]
 
     assert "BertForMaskedLM is trained to fill in words" in notes[0]
+    # both dtypes that are compared would log it too
+    assert notes[0] not in caplog.messages
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

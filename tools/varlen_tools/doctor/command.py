@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,6 +82,9 @@ def _examine(source: ModelSource, *, has_speed: bool) -> Report:
     from varlen_tools.findings import TextFacts, find, read_languages
     from varlen_tools.model_config import render_config
 
+    # what each load logs is in the report
+    notes = logging.getLogger("varlen.service.service")
+    notes.disabled = True
     try:
         checkpoint = source.open_checkpoint()
         text = render_config(source.name, checkpoint, source.config)
@@ -89,4 +93,6 @@ def _examine(source: ModelSource, *, has_speed: bool) -> Report:
         examination = examine(checkpoint, source.config, has_speed=has_speed)
     except VarlenError as error:
         return Report(source.name, refused=str(error))
+    finally:
+        notes.disabled = False
     return Report(source.name, None, findings, examination, text)
