@@ -35,7 +35,7 @@ _MAX_CACHED = 64
 _Tokens: TypeAlias = tuple[int, ...]
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 # Tokens that follow each (n - 1)-gram.
-_Followers: TypeAlias = Mapping[tuple[int, ...], tuple[int, ...]]
+_Followers: TypeAlias = Mapping[_Tokens, _Tokens]
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ class TokenHistory:
 
     factors: Mapping[int, float] = field(default_factory=dict)
     followers: _Followers = field(default_factory=dict)
-    suffix: tuple[int, ...] = ()
-    generated: tuple[int, ...] = ()
+    suffix: _Tokens = ()
+    generated: _Tokens = ()
 
 
 class TokenEditor:
@@ -295,11 +295,10 @@ class TokenEditor:
         self._fixed_edits_of: dict[int, TokenEdits] = {}
 
         size = self._ngram_size = options.no_repeat_ngram_size
-        self._prompt_followers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._prompt_followers: defaultdict[_Tokens, set[int]] = defaultdict(set)
         for start in range(len(prompt_ids) - size + 1 if size else 0):
             *prefix, last = prompt_ids[start : start + size]
-            key = tuple(prefix)
-            self._prompt_followers[key] = (*self._prompt_followers.get(key, ()), last)
+            self._prompt_followers[tuple(prefix)].add(last)
         suffix = tuple(prompt_ids[max(len(prompt_ids) - size + 1, 0) :]) if size else ()
         self.start = TokenHistory(suffix=suffix)
 
@@ -385,8 +384,6 @@ class TokenEditor:
         return (*ends, *self._first_suppressed) if is_first else ends
 
     def _repeated(self, history: TokenHistory) -> list[int]:
-        if not self._ngram_size:
-            return []
         key = history.suffix
         found = (*self._prompt_followers.get(key, ()), *history.followers.get(key, ()))
         return [token for token in found if token < self._vocab_size]

@@ -53,6 +53,8 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_BEAMS = 32
 MAX_SUPPRESSED_TOKENS = 1024
+# A search keeps as many tokens for each one of its prompt.
+MAX_NGRAM = 128
 # Each end token adds a candidate to every step of a search.
 MAX_SEARCH_STOP_TOKENS = 64
 
@@ -289,7 +291,7 @@ class GenerationOptions:
         "whether a search draws its candidates at random, as `temperature`, `top_k`, `top_p` and `min_p` say",
     )
     no_repeat_ngram_size: int = whole_field(
-        0, 0, MAX_INT32, "sequences of this length occur once; 0 is no rule"
+        0, 0, MAX_NGRAM, "sequences of this length occur once; 0 is no rule"
     )
     forced_bos_token_id: int | None = whole_field(
         None,

@@ -148,6 +148,11 @@ def test_logprobs_may_be_the_flag_of_a_chat(sent, used):
         ("early_stopping", "always", 'early_stopping is "always"; allowed: true, false, never'),
         ("length_penalty_type", "mean", 'length_penalty_type is "mean"; allowed: hf, gnmt'),
         ("diversity_type", [], "diversity_type is []; allowed: hamming, sibling"),
+        (
+            "no_repeat_ngram_size",
+            129,
+            "no_repeat_ngram_size is 129; allowed: whole numbers from 0 to 128",
+        ),
         ("suppress_tokens", 5, "suppress_tokens is 5; allowed: a list of whole numbers from 0"),
         ("suppress_tokens", [1] * 1025, "suppress_tokens has 1025 tokens; allowed: up to 1024"),
         ("forced_bos_token_id", -1, "forced_bos_token_id is -1; allowed: whole numbers from 0"),

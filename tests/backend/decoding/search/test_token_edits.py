@@ -71,6 +71,14 @@ def test_an_ngram_does_not_repeat_across_prompt_and_answer():
     ]
 
 
+def test_a_token_that_follows_an_ngram_many_times_is_kept_once():
+    # each one was kept, so a long prompt and an n-gram of one token stopped the engine for minutes
+    editor = editor_of([5, 6] * 50, no_repeat_ngram_size=1)
+
+    assert sum(map(len, editor._prompt_followers.values())) == 2
+    assert edits_of(editor, (7,)) == [{5: math.inf, 6: math.inf, 7: math.inf}]
+
+
 def test_end_tokens_and_first_tokens_are_banned_in_time():
     rules = TokenRules((3, 4), first_suppressed_ids=(8,))
     editor = editor_of([1], rules, min_tokens=1)
