@@ -19,8 +19,11 @@ from tests.checkpoints import save_checkpoint, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
+from varlen.execution.adapters import Adapters, ResidentAdapters
 from varlen.in_process.generator import Generator
 from varlen.models.checkpoint.lora_folder import read_lora_folder
+from varlen.program.adapters import AdapterTables
+from varlen.request.request import RequestOptions
 
 _SHORT = {"device": "cpu", "dtype": "fp32", "max_running_sequences": 16, "kv_block_tokens": 4}
 # The factors of an adapter are two more products for each one, and as large as the weights.
@@ -193,6 +196,15 @@ def test_adapters_take_turns_in_bounded_memory(tmp_path):
     assert slots < {*range(1, 100)}
     assert sum(map(len, swaps)) > 200
     assert_rows_close(found, expected, roundings=_MORE_ROUNDINGS * encoder_roundings(folder))
+
+
+def test_sequences_without_an_adapter_run_beside_the_first_ones_with_one():
+    adapters = Adapters(("a", "b", "c"), ("", "", ""), slots=2)
+    resident = ResidentAdapters(adapters, AdapterTables(2, {}), [])
+
+    found = resident.parts([RequestOptions(adapter=name) for name in ["", "c", "a", "", "b", "c"]])
+
+    assert found == [[0, 3, 2, 4], [1, 5]]
 
 
 def test_a_damaged_adapter_is_refused_by_name_and_harms_no_other(tmp_path):

@@ -294,9 +294,8 @@ class ResidentAdapters:
         held: set[int] = set()
         # those without one come first
         for number, place in sorted(zip(numbers, range(len(numbers)), strict=True)):
-            if number not in held and len(held) == self.slots:
+            if not parts or (number not in held and len(held) == self.slots):
                 held = set()
-            if not parts or not held:
                 parts.append([])
             if number != NO_ADAPTER:
                 held.add(number)
