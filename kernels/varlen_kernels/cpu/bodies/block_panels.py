@@ -37,6 +37,7 @@ from varlen_kernels.cpu.native.lanes import (
     load,
     moved,
     multiply_add,
+    repeated,
     splat,
     store,
     sum_of,
@@ -74,7 +75,7 @@ _ZERO = np.float32(0)
 
 
 def _ints(number: int) -> Any:
-    return ir.Constant(_INTS, [number] * LANES)
+    return _INTS([number] * LANES)
 
 
 class _Tile:
@@ -114,7 +115,7 @@ class _Tile:
             for _ in range(rows)
         ]
         for total in (each for of_row in self._totals for each in of_row):
-            builder.store(ir.Constant(_FLOATS, None), total)
+            builder.store(_FLOATS(None), total)
         with cgutils.for_range(builder, words) as word:
             self._add_products(word.index)
         self._of_scales = address(kinds[9], scales, panel, 0, builder.mul(block, width))
@@ -139,7 +140,7 @@ class _Tile:
                 value = self._loaded(to, at)
                 if has_offsets:
                     offset = self._loaded(self._of_scales, at + 4 * PANEL_FEATURES)
-                    inputs = self._repeated(self._loaded(x_sum, 0, _FLOAT))
+                    inputs = repeated(builder, self._loaded(x_sum, 0, _FLOAT))
                     value = self._call(_ADD_PRODUCTS, inputs, offset, value)
                 value = self._call(_ADD_PRODUCTS, builder.load(of_row[j]), scale, value)
                 builder.store(value, self._at(to, _SIZE(at), _FLOATS), align=4)
@@ -164,7 +165,7 @@ class _Tile:
                     self._keep(factors, word, column)
             place = builder.add(x_place, _SIZE(column * self._width))
             for row, of_row in zip(self._rows, self._totals, strict=True):
-                number = self._repeated(self._number(row, place))
+                number = repeated(builder, self._number(row, place))
                 for factor, total in zip(factors, of_row, strict=True):
                     builder.store(self._added(builder.load(total), number, factor), total)
 
@@ -198,7 +199,7 @@ class _Tile:
             return builder.or_(low, builder.bitcast(self._whole(codes, at + 16), _INTS))
         if self._depth == 1:
             return self._call(_LOOK_UP.format("sf"), self._numbers, builder.lshr(codes, _ints(at)))
-        shift = ir.Constant(_HALVES, [at] * 2 * LANES)
+        shift = _HALVES([at] * 2 * LANES)
         places = builder.lshr(builder.bitcast(codes, _HALVES), shift)
         return builder.bitcast(self._call(_LOOK_UP.format("hi"), self._numbers, places), _INTS)
 
@@ -217,12 +218,6 @@ class _Tile:
 
     def _at(self, address: Any, offset: Any, kind: Any = _BYTE) -> Any:
         return moved(self._builder, address, offset, kind)
-
-    def _repeated(self, number: Any) -> Any:
-        """Return a vector of one number."""
-        empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-        first = self._builder.insert_element(empty, number, _INT(0))
-        return self._builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
 
     def _call(self, name: str, *values: Any) -> Any:
         kind = ir.FunctionType(values[0].type, [each.type for each in values])

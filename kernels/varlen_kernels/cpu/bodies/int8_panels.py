@@ -31,6 +31,7 @@ from varlen_kernels.cpu.bodies.panels import (
     add_to_tiles,
     begin_tiles,
     end_tiles,
+    fetch_step,
     fetch_tile,
     place_of,
     tiles_of,
@@ -45,6 +46,7 @@ from varlen_kernels.cpu.native.lanes import (
     moved,
     multiply_add,
     number_at,
+    repeated,
     select_greater,
     smallest_of,
     splat,
@@ -94,39 +96,39 @@ def _multiply(count: int) -> Any:
         def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
             from_codes, row, from_panels, panel, to_sums = values
             codes_type, panels_type, sums_type = (declared.args[i] for i in (0, 2, 4))
-            zero = ir.Constant(_SIZE, 0)
+            zero = _SIZE(0)
 
             def row_address(kind: Any, array: Any, first: Any, i: int) -> Any:
-                place = builder.add(first, ir.Constant(_SIZE, i))
+                place = builder.add(first, _SIZE(i))
                 return element_address(context, builder, kind, array, place, zero)
 
             rows = [row_address(codes_type, from_codes, row, i) for i in range(count)]
             weights = element_address(context, builder, panels_type, from_panels, panel, zero)
             shape = context.make_array(panels_type)(context, builder, from_panels).shape
-            step_bytes = ir.Constant(_SIZE, TILE_FEATURES * DEPTH)
+            step_bytes = _SIZE(TILE_FEATURES * DEPTH)
             steps = builder.udiv(cgutils.unpack_tuple(builder, shape, 2)[1], step_bytes)
             totals = [
                 [cgutils.alloca_once(builder, _SUMS) for _ in range(_VECTORS)] for _ in range(count)
             ]
             for total in (each for of_row in totals for each in of_row):
-                builder.store(ir.Constant(_SUMS, None), total)
+                builder.store(_SUMS(None), total)
             # of 4 bits, two in a byte
             halves = (0, 1) if panels_type.dtype == types.uint8 else ()
             with cgutils.for_range(builder, steps) as loop:
                 first = builder.mul(loop.index, step_bytes)
                 factors = _load_factors(builder, weights, first)
-                step_columns = ir.Constant(_SIZE, DEPTH * max(1, len(halves)))
+                step_columns = _SIZE(DEPTH * max(1, len(halves)))
                 column = builder.mul(loop.index, step_columns)
                 if not halves:
                     _add_products(builder, rows, column, factors, totals)
                 for half in halves:
                     codes = [_half_of_bytes(builder, factor, half) for factor in factors]
-                    place = builder.add(column, ir.Constant(_SIZE, DEPTH * half))
+                    place = builder.add(column, _SIZE(DEPTH * half))
                     _add_products(builder, rows, place, codes, totals)
             for i, of_row in enumerate(totals):
                 address = row_address(sums_type, to_sums, zero, i)
                 for j, total in enumerate(of_row):
-                    place = moved(builder, address, ir.Constant(_SIZE, 4 * WIDTH * j), _SUMS)
+                    place = moved(builder, address, _SIZE(4 * WIDTH * j), _SUMS)
                     builder.store(builder.load(total), place, align=4)
             return context.get_dummy_value()
 
@@ -146,7 +148,7 @@ def _load_factors(builder: Any, weights: Any, first: Any) -> list[Any]:
     """Return vectors of a panel from an offset on, for a tile's features."""
     factors = []
     for i in range(_VECTORS):
-        offset = builder.add(first, ir.Constant(_SIZE, 4 * WIDTH * i))
+        offset = builder.add(first, _SIZE(4 * WIDTH * i))
         factors.append(builder.load(moved(builder, weights, offset, _SUMS), align=4))
     return factors
 
@@ -178,9 +180,9 @@ def _add_products(
     """
     for address, of_row in zip(rows, totals, strict=True):
         four = builder.load(moved(builder, address, column, _INT), align=1)
-        repeated = _repeat(builder, four, WIDTH)
+        codes = repeated(builder, four, WIDTH)
         for factor, total in zip(factors, of_row, strict=True):
-            added = _add_fours(builder, builder.load(total), repeated, factor)
+            added = _add_fours(builder, builder.load(total), codes, factor)
             builder.store(added, total)
 
 
@@ -200,16 +202,8 @@ def _add_fours(builder: Any, total: Any, codes: Any, weights: Any) -> Any:
         builder.bitcast(codes, _HALF_BYTES),
         builder.bitcast(weights, _HALF_BYTES),
     )
-    ones = ir.Constant(_SHORTS, [1] * 16)
+    ones = _SHORTS([1] * 16)
     return builder.add(total, call(_PAIR_SUM, _HALF_INTS, pairs, ones))
-
-
-def _repeat(builder: Any, number: Any, width: int = LANES) -> Any:
-    """Return a vector of one number of 32 bits."""
-    vector = ir.VectorType(_INT, width)
-    empty = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(vector, [0] * width))
 
 
 @numba.extending.intrinsic
@@ -465,6 +459,7 @@ def _multiply_in_tiles(
                     if has_halves(panels):
                         add_to_tiles(codes, token, token + height, 0, widened, 0, *place)
                     else:
+                        fetch_step(panels, panel, step, tiles, half)
                         add_to_tiles(codes, token, token + height, 0, panels, panel, *place)
                     turn, turns = half * steps + step, halves * steps
                     for part in range(_PARTS * turn // turns, _PARTS * (turn + 1) // turns):

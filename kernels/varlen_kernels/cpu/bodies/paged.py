@@ -29,6 +29,7 @@ from varlen_kernels.cpu.bodies.attention_weights import (
 from varlen_kernels.cpu.bodies.rows import write_rotated_head
 from varlen_kernels.cpu.native.lanes import (
     exp,
+    fetch_early,
     fold_1,
     fold_2,
     fold_4,
@@ -55,6 +56,7 @@ from varlen_kernels.cpu.native.native import (
     new_memory,
 )
 from varlen_kernels.cpu.native.target_cpu import LANES
+from varlen_kernels.cpu.native.tiles import ROW_BYTES
 
 
 @inlined
@@ -355,6 +357,11 @@ def _attend_token(
         position = max(begin, block * block_size)
         count = min(length, (block + 1) * block_size) - position
         first = block_row(position, blocks, first_block, kv_head, num_kv_heads, block_size)
+        # the next head, which lies behind this one, is read in this order too
+        for i in range(first + block_size, first + block_size + count):
+            for feature in range(0, head_dim, ROW_BYTES // keys.itemsize):
+                fetch_early(keys, i, feature)
+                fetch_early(values, i, feature)
         block_keys, block_values = keys, values
         if key_rows.shape[0]:
             for i in range(count):

@@ -30,10 +30,12 @@ from varlen_kernels.cpu.bodies.panel_layout import (
 )
 from varlen_kernels.cpu.native.lanes import (
     element_address,
+    fetch_early,
     fetch_line,
     fetch_to_write,
     load,
     moved,
+    repeated,
     row_bytes,
     splat,
     store,
@@ -64,6 +66,8 @@ from varlen_kernels.functions import BLOCK, NO_ACTIVATION
 # Hidden features of a turn of the loop, and hidden features from a load to what is fetched into the cache for later.
 _UNROLLED = 4
 _FETCHED_AHEAD = 16
+# In steps of tiles.
+_STEPS_AHEAD = 2
 
 _BYTE, _HALF, _INT, _SIZE = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -117,14 +121,14 @@ class Tile:
         self._multiply()
 
     def _multiply(self) -> None:
-        builder, unrolled = self._builder, ir.Constant(_SIZE, self._unrolled)
-        depth = ir.Constant(_SIZE, self._depth)
+        builder, unrolled = self._builder, _SIZE(self._unrolled)
+        depth = _SIZE(self._depth)
         places = builder.udiv(self._hidden, depth)
         turns = builder.udiv(places, unrolled)
         with cgutils.for_range(builder, turns) as loop:
             first = builder.mul(loop.index, unrolled)
             for i in range(self._unrolled):
-                self._add_products(builder.add(first, ir.Constant(_SIZE, i)))
+                self._add_products(builder.add(first, _SIZE(i)))
         if self._unrolled > 1:
             done = builder.mul(turns, unrolled)
             with cgutils.for_range(builder, builder.sub(places, done)) as loop:
@@ -145,23 +149,20 @@ class Tile:
         """
         builder = self._builder
         weights = moved(builder, self._panel, builder.mul(place, self._row_bytes), _BYTE)
-        ahead = builder.mul(self._row_bytes, ir.Constant(_SIZE, _FETCHED_AHEAD))
+        ahead = builder.mul(self._row_bytes, _SIZE(_FETCHED_AHEAD))
         factors = []
         for i in range(self._vectors):
-            offset = builder.mul(self._vector_bytes, ir.Constant(_SIZE, i))
+            offset = builder.mul(self._vector_bytes, _SIZE(i))
             if self._is_fetched:
                 fetch_line(builder, moved(builder, weights, builder.add(ahead, offset), _BYTE))
             factors.append(self._weights(moved(builder, weights, offset, _BYTE)))
         for row, of_row in zip(self._rows, self.totals, strict=True):
             number = self._number(
-                builder.mul(place, ir.Constant(_SIZE, self._row_width * self._depth)), row, is_last
+                builder.mul(place, _SIZE(self._row_width * self._depth)), row, is_last
             )
-            vector = ir.VectorType(number.type, LANES)
-            empty = ir.Constant(vector, ir.Undefined)
-            first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
-            repeated = builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+            numbers = repeated(builder, number)
             for factor, total in zip(factors, of_row, strict=True):
-                builder.store(self._added(builder.load(total), repeated, factor), total)
+                builder.store(self._added(builder.load(total), numbers, factor), total)
 
     def _number(self, offset: Any, row: Any, is_last: bool) -> Any:
         """Return a number of a row, or a pair of bf16 numbers as 32 bits."""
@@ -192,7 +193,7 @@ class Tile:
         if self._width == 4:
             return builder.load(builder.bitcast(address, _FLOATS.as_pointer()), align=4)
         halves = builder.load(builder.bitcast(address, _HALVES.as_pointer()), align=2)
-        wide = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
+        wide = builder.shl(builder.zext(halves, _INTS), _INTS([16] * LANES))
         return builder.bitcast(wide, _FLOATS)
 
 
@@ -204,32 +205,32 @@ def _product_of(rows: int, vectors: int, *, of_columns: bool) -> Any:
         def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
             from_x, row, from_weight, begin, column, to_sums = values
             x_type, weight_type, sums_type = (declared.args[i] for i in (0, 2, 5))
-            zero = ir.Constant(_SIZE, 0)
+            zero = _SIZE(0)
 
             def row_of(array_type: Any, array: Any, number: Any) -> Any:
                 return element_address(context, builder, array_type, array, number, zero)
 
             widths = x_type.dtype.bitwidth // 8, weight_type.dtype.bitwidth // 8
             vector_bytes = LANES * widths[1] * (2 if HAS_PAIRS and widths[0] == 2 else 1)
-            weight_bytes = ir.Constant(_SIZE, vectors * vector_bytes)
+            weight_bytes = _SIZE(vectors * vector_bytes)
             if of_columns:
                 weight_bytes = row_bytes(context, builder, weight_type, from_weight)
             shape = context.make_array(x_type)(context, builder, from_x).shape
-            places = [ir.Constant(_SIZE, i) for i in range(rows)]
+            places = [_SIZE(i) for i in range(rows)]
             tile = Tile(
                 builder,
                 [row_of(x_type, from_x, builder.add(row, place)) for place in places],
                 element_address(context, builder, weight_type, from_weight, begin, column),
                 cgutils.unpack_tuple(builder, shape, 2)[1],
-                [[ir.Constant(_FLOATS, None)] * vectors] * rows,
+                [[_FLOATS(None)] * vectors] * rows,
                 widths=widths,
                 row_bytes=weight_bytes,
-                vector_bytes=ir.Constant(_SIZE, vector_bytes),
+                vector_bytes=_SIZE(vector_bytes),
             )
             for place, of_row in zip(places, tile.totals, strict=True):
                 address = row_of(sums_type, to_sums, place)
                 for i, total in enumerate(of_row):
-                    lanes = moved(builder, address, ir.Constant(_SIZE, 4 * LANES * i), _FLOATS)
+                    lanes = moved(builder, address, _SIZE(4 * LANES * i), _FLOATS)
                     builder.store(builder.load(total), lanes, align=4)
             return context.get_dummy_value()
 
@@ -420,6 +421,16 @@ def tiles_of(count):
 
 
 @inlined
+def fetch_step(panels, panel, step, tiles, half):
+    """Fetch a later step of the panels: one or two tiles wait for memory."""
+    if tiles <= 2 and half == 0:
+        numbers = ROWS * VECTORS * ROW_BYTES // panels.itemsize
+        begin = (step + _STEPS_AHEAD) * numbers
+        for place in range(begin, begin + numbers, ROW_BYTES // panels.itemsize):
+            fetch_early(panels, panel, place)
+
+
+@inlined
 def place_of(unit, panels, blocks):
     """Return the block and the panel of a unit.
 
@@ -454,6 +465,7 @@ def _multiply_in_tiles(first, last, panel, x, panels, begin_panel, bias, layer, 
             begin_tiles()
             for step in range(steps):
                 place = begin_panel + panel, step, half, halves == 2
+                fetch_step(panels, begin_panel + panel, step, tiles, half)
                 add_to_tiles(x, first + row, first + second, 0, panels, *place)
             end_tiles(sums, to, height, half, halves == 2)
         for half in range(halves):

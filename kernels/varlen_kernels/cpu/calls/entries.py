@@ -93,7 +93,7 @@ def _reader(function: Function, wanted: Sequence[str], of_model: Any) -> Any:
         def generate(context: Any, builder: Any, _declared: Any, values: Any) -> Any:
             def number(place: int, kind: Any = _SIZE) -> Any:
                 pointer = builder.inttoptr(values[0], kind.as_pointer())
-                return builder.load(builder.gep(pointer, [ir.Constant(_SIZE, place)]))
+                return builder.load(builder.gep(pointer, [_SIZE(place)]))
 
             def constant(name: str) -> Any:
                 place = 3 * len(function.tensors) + function.constants.index(name)

@@ -35,7 +35,7 @@ def element_address(
         row, column: numbers of 64 bits.
     """
     data = context.make_array(array_type)(context, builder, array).data
-    width = ir.Constant(_SIZE, array_type.dtype.bitwidth // 8)
+    width = _SIZE(array_type.dtype.bitwidth // 8)
     of_row = builder.mul(row, row_bytes(context, builder, array_type, array))
     return moved(builder, data, builder.add(of_row, builder.mul(column, width)), _BYTE)
 
@@ -131,12 +131,12 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, 
 
 
 def _ints(number: int) -> Any:
-    return ir.Constant(_INTS, [number] * LANES)
+    return _INTS([number] * LANES)
 
 
 def _shuffle(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
     """Return the lanes at these places of both vectors; the second begins at 16."""
-    return builder.shuffle_vector(first, second, ir.Constant(_INTS, places))
+    return builder.shuffle_vector(first, second, _INTS(places))
 
 
 def _load(builder: Any, pointer: Any) -> Any:
@@ -214,23 +214,22 @@ def _store_paired(builder: Any, pointer: Any, value: Any, is_second: Any) -> Non
     builder.store(builder.select(is_second, both, low), pairs, align=4)
 
 
-def fetch_line(builder: Any, address: Any, *, is_written: bool = False) -> None:
-    """Have the cache line of an address of bytes read: it is needed soon."""
+def fetch_line(builder: Any, address: Any, is_written: int = 0, nearness: int = 3) -> None:
+    """Have the cache line of an address read: it is needed soon.
+
+    Args:
+        nearness: 3 for all levels of the cache, 2 for all but the first.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
     fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # into all levels, of data
-    numbers = int(is_written), 3, 1
-    builder.call(fetch, (address, *(ir.Constant(_INT, number) for number in numbers)))
-
-
-def _fetch(is_written: bool, builder: Any, pointer: Any) -> None:
-    fetch_line(builder, builder.bitcast(pointer, _BYTE.as_pointer()), is_written=is_written)
+    numbers = map(_INT, (is_written, nearness, 1))  # 1: data
+    builder.call(fetch, (builder.bitcast(address, _BYTE.as_pointer()), *numbers))
 
 
 def _zeros(builder: Any, element: Any) -> Any:
     vector = ir.VectorType(element, LANES)
     room = cgutils.alloca_once(builder, vector)
-    builder.store(ir.Constant(vector, None), room)
+    builder.store(vector(None), room)
     return builder.bitcast(room, element.as_pointer())
 
 
@@ -240,11 +239,11 @@ def _copy(builder: Any, source: Any, destination: Any, count: Any) -> None:
         builder.store(element, builder.gep(destination, [loop.index]))
 
 
-def repeated(builder: Any, number: Any) -> Any:
+def repeated(builder: Any, number: Any, width: int = LANES) -> Any:
     """Return a vector of a number."""
-    empty = ir.Constant(_FLOATS, ir.Undefined)
-    first = builder.insert_element(empty, number, ir.Constant(_INT, 0))
-    return _shuffle(builder, first, empty, [0] * LANES)
+    empty = ir.VectorType(number.type, width)(ir.Undefined)
+    first = builder.insert_element(empty, number, _INT(0))
+    return builder.shuffle_vector(first, empty, ir.VectorType(_INT, width)([0] * width))
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -272,7 +271,7 @@ def _combined(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> A
     for width in (8, 4, 2, 1):
         places = [lane + width if lane < width else 0 for lane in range(LANES)]
         value = combine(value, _shuffle(builder, value, value, places))
-    return builder.extract_element(value, ir.Constant(_INT, 0))
+    return builder.extract_element(value, _INT(0))
 
 
 def _sum_of(builder: Any, value: Any) -> Any:
@@ -315,8 +314,12 @@ store_factors = _memory_op(_store_factors, LANES_TYPE, LANES_TYPE)
 store_paired = _memory_op(_store_paired, types.none, LANES_TYPE, types.boolean)
 # number_at(array, row, column) returns a number in fp32.
 number_at = _memory_op(_number_at, types.float32)
-# fetch(array, row, column) has the cache line of an element read; fetch_to_write, to be written.
-fetch, fetch_to_write = (_memory_op(partial(_fetch, each), types.none) for each in (False, True))
+# fetch(array, row, column) has the cache line of an element read; fetch_to_write, to be written; fetch_early, but not
+# into the first-level cache.
+fetch, fetch_to_write, fetch_early = (
+    _memory_op(partial(fetch_line, **each), types.none)
+    for each in ({}, {"is_written": 1}, {"nearness": 2})
+)
 # splat(number) repeats it in every lane.
 splat = _register_op(repeated, LANES_TYPE, types.float32)
 # multiply_add(a, b, c) returns a · b + c, rounded once.

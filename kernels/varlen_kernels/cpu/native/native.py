@@ -56,7 +56,7 @@ inlined_view = numba.njit(forceinline=True, _nrt=True, error_model="numpy")
 def array_at(kind: Any, context: Any, builder: Any, address: Any, extents: Any) -> Any:
     """Return an array in memory at an address, in instructions."""
     element = context.get_data_type(kind.dtype)
-    width = ir.Constant(_SIZE, context.get_abi_sizeof(element))
+    width = _SIZE(context.get_abi_sizeof(element))
     strides = [width]
     for extent in extents[:0:-1]:
         strides.insert(0, builder.mul(strides[0], extent))
