@@ -417,6 +417,16 @@ def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, 
     assert not list(target.rglob("*.bin"))
 
 
+def test_a_chat_template_that_no_load_reads_is_refused(tmp_path, repository, run):
+    folder = save_checkpoint(tmp_path / "tiny", "GPT2LMHeadModel")
+    (folder / "chat_template.jinja").write_text("{{ messages }")
+
+    result = run(folder)
+
+    assert "the chat template cannot be read: unexpected '}'" in said(result)
+    assert_refused(result, repository)
+
+
 def test_a_module_without_files_needs_no_folder(encoder, repository):
     write_file(encoder, "modules.json", [*POOLED, module("Normalize", "2_Normalize")])
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from varlen.config import EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.costs.store import cache_folder
 from varlen.errors import CheckpointError, ConfigError, VarlenError
 from varlen.models.checkpoint.extraction import (
@@ -51,6 +51,7 @@ from varlen.models.checkpoint.vector_layers import SPARSE, VECTORS
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle, pickled_weights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
+from varlen.tasks import TASKS
 from varlen_client.cli.progress import show_stage
 from varlen_kernels.cache_files import CacheError, CacheFolder, LockedError
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
@@ -158,11 +159,23 @@ def fetch(
         ):
             checkpoint = Checkpoint.open(version, **config.of_checkpoint)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
+            _check_template(checkpoint, config)
             if on_found is not None:
                 on_found(find(checkpoint, config, facts))
         (staged / "config.pbtxt").write_text(text)
         _publish(staged, target, scratch.path / "replaced", force=force)
     return target
+
+
+def _check_template(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """Render the chat template of a model that generates, as its load does."""
+    from varlen.service.service import template_sandbox
+
+    if TASKS[config.task or checkpoint.task].is_iterative:
+        sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
+        with closing(sandbox):
+            if template is not None:
+                template.check()
 
 
 def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:
