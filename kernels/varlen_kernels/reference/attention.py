@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varlen_kernels.reference.softmax import masked_softmax
 from varlen_kernels.reference.torch_parts import (
     ROWS_PER_STEP,
     at_least_fp32,
@@ -19,7 +18,7 @@ from varlen_kernels.reference.torch_parts import (
     split_heads,
 )
 
-__all__ = ["attention_padded", "attention_tiles", "attention_varlen"]
+__all__ = ["attention_padded", "attention_tiles", "attention_varlen", "masked_softmax"]
 
 
 class Distances(NamedTuple):
@@ -164,6 +163,33 @@ def attention_varlen(
         if key_lengths is not None and hidden_keys is not None:
             context = context.masked_fill(hidden_keys.all(dim=3, keepdim=True), 0.0)
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))
+    return out
+
+
+def masked_softmax(
+    x: Tensor, seqlens: Tensor, *, scale: float, causal: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return softmax(x · scale) over the keys that each query may read, 0 elsewhere.
+
+    A query without a readable key gets a row of zeros.
+
+    Args:
+        x: `[batch, num_heads, queries, keys]`.
+        seqlens: `[batch]` int32, the number of keys of each sequence; later keys are padding.
+        causal: whether query i reads only keys 0 to i + keys - queries.
+    """
+    queries, keys = x.shape[-2:]
+    key = torch.arange(keys, device=x.device)
+    hidden = (key >= seqlens[:, None])[:, None, None, :]
+    if causal:
+        last = torch.arange(queries, device=x.device)[:, None] + (keys - queries)
+        hidden = hidden | (key > last)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part in slices_of(x):
+        scores = (at_least_fp32(x[part]) * scale).masked_fill_(hidden[part], -torch.inf)
+        # a row that is -inf throughout gives NaN, and becomes zeros
+        out[part] = scores.softmax(dim=-1).masked_fill_(hidden[part], 0.0)
     return out
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from varlen_kernels.reference.heads import norm_heads, rotary
+from varlen_kernels.reference.norm import norm_heads, rotary
 from varlen_kernels.reference.torch_parts import attend, bias_by_distance, split_heads
 
 __all__ = ["append_kv", "attention_paged", "copy_blocks", "paged_tiles"]
