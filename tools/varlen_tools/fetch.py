@@ -168,14 +168,13 @@ def fetch(
 
 
 def _check_template(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """Render the chat template of a model that generates, as its load does."""
     from varlen.service.service import template_sandbox
 
-    if TASKS[config.task or checkpoint.task].is_iterative:
-        sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
-        with closing(sandbox):
-            if template is not None:
-                template.check()
+    # as the load of a model that generates
+    sandbox, template = template_sandbox(checkpoint, config, max_characters=NO_LIMIT)
+    with closing(sandbox):
+        if template is not None and TASKS[config.task or checkpoint.task].is_iterative:
+            template.check()
 
 
 def check_arguments(source: str, name: str, settings: Mapping[str, str]) -> None:

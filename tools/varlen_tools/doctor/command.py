@@ -43,7 +43,6 @@ def doctor(
     The exit code is 1 when the checkpoint is refused or its answers differ.
     """
     try:
-        # torch and the backend, which no other command needs
         from varlen.errors import CheckpointError, ConfigError
         from varlen.models.checkpoint.folder_forms import check_is_folder
         from varlen_tools.doctor.report import Report

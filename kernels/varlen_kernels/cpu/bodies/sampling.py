@@ -5,8 +5,12 @@ passes adds up the tokens by one byte of their place in the order of logits, and
 """
 
 import math
+from typing import Any
 
+import numba.extending
 import numpy as np
+from llvmlite import ir
+from numba.core import types
 
 from varlen_kernels.cpu.native.native import (
     aligned,
@@ -94,35 +98,58 @@ _TOP_BIT = np.uint32(1 << 31)
 
 @inlined
 def _order(logits, bits_of, keys):
-    """Write integers in the order of the logits; return the first place of the largest.
-
-    Args:
-        bits_of: the same memory as `logits`.
-    """
-    best = 0
+    """Write integers in the order of the logits; return the first place of the largest."""
+    largest = np.uint32(0)
     for i in range(len(logits)):
         bits = bits_of[i]
         # negative numbers are ordered backwards; 0 and -0 are equal; NaN is the lowest
-        if math.isnan(logits[i]):
-            keys[i] = 0
-        elif logits[i] == 0:
-            keys[i] = _TOP_BIT
-        elif bits & _TOP_BIT:
-            keys[i] = ~bits
-        else:
-            keys[i] = bits | _TOP_BIT
-        if keys[i] > keys[best]:
-            best = i
+        key = ~bits if bits & _TOP_BIT else bits | _TOP_BIT
+        key = _TOP_BIT if logits[i] == 0 else key
+        keys[i] = np.uint32(0) if math.isnan(logits[i]) else key
+        largest = max(largest, keys[i])
+    best = 0
+    while keys[best] < largest:
+        best += 1
     return best
+
+
+# A number that is added to this one is rounded to a whole one, in the lowest bits.
+_ROUNDS = 1.5 * 2.0**52
+# ln 2 as two numbers; products of the first are exact.
+_LN2 = 0.6931471803691238, 1.9082149292705877e-10
+# 1 / n!, for a power to an ulp
+_FACTORS = tuple(1 / math.factorial(n) for n in range(13, 0, -1))
+
+
+@numba.extending.intrinsic
+def _power_of_two(_context, _rounded):
+    """Return 2 ** k of k + _ROUNDS."""
+
+    def generate(_context: Any, builder: Any, _declared: Any, values: Any) -> Any:
+        size = ir.IntType(64)
+        exponent = builder.add(builder.bitcast(values[0], size), size(1023))
+        return builder.bitcast(builder.shl(exponent, size(52)), ir.DoubleType())
+
+    return types.float64(types.float64), generate
 
 
 @inlined
 def _weigh(logits, best, temperature, weights):
-    """Write exp((logit - best) / temperature); 0 for NaN, and +inf counts as the largest number."""
+    """Write exp((logit - best) / temperature); 0 for NaN, and +inf counts as the largest number.
+
+    The loop has no call, so several tokens are taken at a time.
+    """
     for i in range(len(logits)):
         x = (np.float64(min(logits[i], _LARGEST)) - best) / temperature
-        # below this the weight is 0; so is the weight of NaN
-        weights[i] = math.exp(x) if x > -745.0 else 0.0
+        rounded = x * math.log2(math.e) + _ROUNDS
+        whole = rounded - _ROUNDS
+        rest = x - whole * _LN2[0] - whole * _LN2[1]
+        power = 0.0
+        for factor in numba.literal_unroll(_FACTORS):
+            power = (power + factor) * rest
+        weight = (power + 1.0) * _power_of_two(rounded)
+        # smaller ones are subnormal
+        weights[i] = weight if x > -708.0 else 0.0
 
 
 @inlined
@@ -217,12 +244,10 @@ def sample(
             _keep_best(
                 keys, weights, sizes, counts, np.float64(top_p[row]) * _total(weights), False
             )
-        total = 0.0
         for i in range(size):
             if weights[i] < min_p[row]:
                 weights[i] = 0.0
-            total += weights[i]
-        target, done = uniform[row] * total, 0.0
+        target, done = uniform[row] * _total(weights), 0.0
         for i in range(size):
             done += weights[i]
             if weights[i] > 0.0:
