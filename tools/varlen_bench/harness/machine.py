@@ -48,7 +48,7 @@ def has_native_bf16() -> bool:
 def gflops() -> float:
     """Return the present speed of fp32 matrix products on all cores, in GFLOP/s.
 
-    A shared machine changes its speed; rows that carry this figure can be compared. Call it after a pass: the threads of
+    A shared machine changes its speed; rows that carry this figure can be compared. Call it after a pass: threads of
     these products spin for a while, on cores that a pass needs.
     """
     matrix = np.full((_SIDE, _SIDE), 0.5, dtype=np.float32)
