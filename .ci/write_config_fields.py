@@ -12,7 +12,6 @@ import ast
 import json
 import sys
 import tempfile
-import textwrap
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +41,6 @@ _OTHER_INTEGRATIONS = (
 ).split()
 _NOT_READ = ("models/", *_OTHER_PARTS, *(f"integrations/{name}" for name in _OTHER_INTEGRATIONS))
 _OTHER_FRAMEWORKS = ("tf", "flax")
-# Characters of a line of the file: short ones take bytes of the wheel.
-_LINE = 500
 _CONSTRUCTORS = ("__init__", "__post_init__")
 _LOOK_UPS = ("getattr", "hasattr", "setattr")
 
@@ -180,17 +177,16 @@ def _word(node: ast.AST) -> str | None:
 
 
 def _rendered(found: dict[str, set[str]]) -> str:
-    """Return the fields as JSON: lines of words, for diffs that can be read."""
+    """Return the fields as JSON, with the first and the last release.
+
+    Each line has a family: more lines take bytes of the wheel.
+    """
     shared = found["shared"]
     lines = {
-        family: textwrap.wrap(
-            " ".join(sorted(names if family == "shared" else names - shared)), _LINE
-        )
+        family: " ".join(sorted(names if family == "shared" else names - shared))
         for family, names in found.items()
     }
-    return (
-        json.dumps({"releases": textwrap.wrap(" ".join(RELEASES), _LINE), **lines}, indent=1) + "\n"
-    )
+    return json.dumps({"releases": f"{RELEASES[0]} {RELEASES[-1]}", **lines}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

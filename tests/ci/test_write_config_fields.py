@@ -72,7 +72,7 @@ def test_the_file_holds_every_field_that_the_installed_release_reads():
     assert found.keys() == {"shared", *FAMILIES}
     # a family whose folder has another name than its `model_type`
     assert [family for family in FAMILIES if not fields_read(family)] == []
-    assert releases() == list(write_config_fields.RELEASES)
+    assert releases() == [write_config_fields.RELEASES[0], write_config_fields.RELEASES[-1]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

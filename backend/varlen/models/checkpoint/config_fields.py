@@ -330,7 +330,7 @@ class IgnoredFields:
         """Return a sentence about them, empty if there are none."""
         if not self.unread and not self.by_setting:
             return ""
-        first, last = (release.rpartition(".")[0] for release in (releases()[0], releases()[-1]))
+        first, last = (release.rpartition(".")[0] for release in releases())
         reasons = (
             (self.unread, f"read by no release of transformers from {first} to {last}"),
             (self.by_setting, "named by ignore_config_fields"),
@@ -406,19 +406,19 @@ def is_unread(field: str, model_type: str) -> bool:
 
 
 def releases() -> list[str]:
-    """Return the listed releases of transformers, oldest first."""
-    return " ".join(_content()["releases"]).split()
+    """Return the first and the last release of transformers that is listed."""
+    return _content()["releases"].split()
 
 
 @cache
 def fields_read(family: str) -> frozenset[str]:
     """Return the fields read for a `model_type`, or for every one (`shared`)."""
-    return frozenset(" ".join(_content()[family]).split())
+    return frozenset(_content()[family].split())
 
 
 @cache
-def _content() -> dict[str, list[str]]:
-    content: dict[str, list[str]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+def _content() -> dict[str, str]:
+    content: dict[str, str] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return content
 
 
