@@ -564,7 +564,7 @@ class EngineConfig:
     @property
     def keeps_codes(self) -> bool:
         """Whether a CPU may keep codes of quantized weights."""
-        return self.dtype == "auto" and self.device != "cuda" and self.pipeline_parallel == 1
+        return self.dtype == "auto" and self.device != "cuda"
 
     @property
     def of_checkpoint(self) -> "CheckpointSettings":

@@ -24,7 +24,7 @@ from varlen.execution.adapters import Adapters, find_adapters
 from varlen.execution.arenas import KvSize, kv_size
 from varlen.execution.cpu.linear_paths import BATCHES, STEPS, choose_paths, in_large_pages
 from varlen.execution.cpu.runner import limit_primitives
-from varlen.execution.cpu.stage_cut import agree_on_cut
+from varlen.execution.cpu.stage_cut import agree_on_cut, choose_bounds
 from varlen.execution.cuda.step_fusion import fuse_steps
 from varlen.execution.device import check_task_device, check_task_dtype, choose_dtype, cost_fields
 from varlen.execution.int8.calibration import BITS, Codes, WeightBits, product_of, to_codes
@@ -156,13 +156,15 @@ def _record(
     config, dtype = loading.config, str(loading.dtype)
     fields = dict(cost_fields(loading.checkpoint, loading.device, link.rank))
     cut = agree_on_cut(
-        lambda shapes: kind(loading, shapes).record(replace(_NO_KV, dtype=loading.dtype))[0],
-        kernels,
-        config,
-        fields | {"dtype": dtype} | kind.cost_fields(loading.task),
-        use=kind.use,
-        seconds=seconds,
-        link=link,
+        lambda: choose_bounds(
+            lambda shapes: kind(loading, shapes).record(replace(_NO_KV, dtype=loading.dtype))[0],
+            kernels,
+            config,
+            fields | {"dtype": dtype} | kind.cost_fields(loading.task),
+            use=kind.use,
+            seconds=seconds,
+        ),
+        link,
     )
     model = kind(loading, None if cut is None else cut.layers)
     # every stage has as many blocks as the one with the most layers

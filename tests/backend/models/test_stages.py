@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from tests.closeness import assert_close, encoder_roundings
+from tests.quantized import save_quantized
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
+from varlen.execution import programs
 from varlen.execution.cpu import stage_cut
-from varlen.execution.rank_link import Handoffs
+from varlen.execution.rank_link import NO_OTHERS, Handoffs
 from varlen.execution.runner import Runner
 from varlen.execution.token_state import NoChooser
 from varlen.memory.planner import new_shared
@@ -33,6 +35,7 @@ from varlen.request.request import (
     Spans,
     Unpooled,
 )
+from varlen_kernels.cpu.calls.run_calls import has_compiled_ops
 
 from .divided import CONFIG, DECODERS, ENCODERS, HEADS, TRANSLATORS, logits_of
 
@@ -188,6 +191,43 @@ def test_stages_of_a_generator_give_the_logits_of_one_process(make_checkpoint, k
     *_, found = on_stages(count, logits)
 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
+@pytest.mark.parametrize("form", ["packed-4-asymmetric", "gptq-asymmetric", "nf4", "int8"])
+def test_stages_keep_codes(tmp_path, monkeypatch, form):
+    save_quantized(tmp_path, form)
+    checkpoint = Checkpoint.open(tmp_path)
+    monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
+
+    def run(link=NO_OTHERS):
+        runner = Runner(checkpoint, staged(link.stage.count, dtype="auto"), NoChooser(), link=link)
+        kept = [op.kernel for op in runner.programs[0].ops].count("linear_blocks")
+        return kept, logits_of(runner)
+
+    (kept, expected), stages = run(), on_stages(2, run)
+
+    assert kept > 0
+    assert [part for part, _ in stages] == [kept // 2] * 2
+    torch.testing.assert_close(stages[-1][1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the products")
+def test_stages_of_an_encoder_keep_codes(tmp_path, monkeypatch, rng):
+    save_quantized(tmp_path, "awq", "BertModel", **HEADS, hidden_size=32, intermediate_size=64)
+    checkpoint = Checkpoint.open(tmp_path)
+    monkeypatch.setattr(programs, "choose_dtype", lambda *_: torch.float32)
+    prompts = [Prompt(rng.integers(5, 40, n, dtype=np.int32)) for n in (9, 30)]
+
+    def run(link=NO_OTHERS):
+        runner = Runner(checkpoint, staged(link.stage.count, dtype="auto"), link=link)
+        assert "linear_blocks" in {op.kernel for op in runner.programs[0].ops}
+        return runner.run(prompts, [DEFAULT_OPTIONS] * len(prompts))
+
+    expected, (*_, found) = run(), on_stages(2, run)
+
+    for mine, one in zip(found, expected, strict=True):
+        assert_close(mine, one, roundings=encoder_roundings(tmp_path))
 
 
 def test_a_stage_holds_the_weights_of_its_own_layers(make_checkpoint):

@@ -61,28 +61,12 @@ class StageCut:
         return cut_program(program, starts, self.bounds)
 
 
-def agree_on_cut(
-    load: Callable[[StageLayers], Program],
-    kernels: object,
-    config: EngineConfig,
-    key: CostKey,
-    *,
-    use: LayerUse,
-    seconds: float,
-    link: RankLink[Any],
-) -> StageCut | None:
-    """Return the cut that the last stage chooses, or None without stages.
-
-    Args:
-        load, kernels, config, key, use, seconds: arguments of `choose_bounds`.
-
-    Raises:
-        ConfigError: there are fewer layers than stages.
-    """
+def agree_on_cut(choose: Callable[[], Sequence[int]], link: RankLink[Any]) -> StageCut | None:
+    """Return the cut that the last stage chooses by `choose_bounds`, or None without stages."""
     stage = link.stage
     if stage.count == 1:
         return None
-    bounds = link.agree(lambda: choose_bounds(load, kernels, config, key, use=use, seconds=seconds))
+    bounds = link.agree(choose)
     first, last = bounds[stage.number : stage.number + 2]
     return StageCut(bounds, StageLayers(first, last, is_first=not stage.number))
 

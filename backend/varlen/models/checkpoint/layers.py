@@ -244,9 +244,8 @@ class LayerReader(Container[str]):
             return tuple(read(self, number) for number in range(count))
         import torch
 
-        outside = LayerReader(
-            self._weights, self._dtype, torch.device("meta"), self._last_dtype, self.rank
-        )
+        outside = self.floats
+        outside._device = torch.device("meta")
         if is_for_first_stage:
             reader = self if stage.is_first else outside
             return tuple(read(reader, number) for number in range(count))
