@@ -267,6 +267,35 @@ def test_a_file_that_is_overwritten_fails_the_requests_that_name_it_and_no_other
             assert_rows_close([each], [hidden_of(models[name], row)], roundings=roundings)
 
 
+def test_memory_that_runs_out_as_an_adapter_is_read_gives_no_other_one_its_weights(tmp_path):
+    folder = save_checkpoint(tmp_path, "BertModel")
+    models = save_all(folder, "BertModel", {name: {"r": 2} for name in ("a", "b", "c")})
+    row, settings = rows_of(1)[0], {"task": "hidden", "dtype": "fp32", "threads": 1}
+    with Encoder.from_pretrained(folder, **settings) as encoder:
+        needed = encoder._service.model.info.adapter_bytes
+    with Encoder.from_pretrained(folder, adapter_bytes=2 * needed, **settings) as encoder:
+        (runner,) = encoder._service.model.workers.runners
+        adapters = runner.state.adapters
+        read = adapters._fault_of_read
+
+        def fail(number, slot):
+            adapters._fault_of_read = read
+            raise MemoryError
+
+        def hidden(name):
+            return encoder.with_adapter(name).hidden([row])[0]
+
+        assert adapters.slots == 2
+        for name in ("a", "b"):
+            hidden(name)
+        adapters._fault_of_read = fail
+        with pytest.raises(EngineError, match="too little memory"):
+            hidden("c")
+        found = [hidden(name) for name in ("c", "b", "a")]
+    expected = [hidden_of(models[name], row) for name in ("c", "b", "a")]
+    assert_rows_close(found, expected, roundings=_MORE_ROUNDINGS * encoder_roundings(folder))
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [

@@ -359,13 +359,14 @@ class ResidentAdapters:
         evicted, slot = NO_ADAPTER, len(self._slots)
         if slot == self.slots:
             evicted, slot = self._slots.popitem(last=False)
+        # until it is whole
+        self._slots[_BROKEN - slot] = slot
+        self._slots.move_to_end(_BROKEN - slot, last=False)
         if fault := self._fault_of_ranks(self._fault_of_read(number, slot)):
-            # the slot holds a part of it
-            self._slots[_BROKEN - slot] = slot
-            self._slots.move_to_end(_BROKEN - slot, last=False)
             self._swaps.append((NO_ADAPTER, evicted))
             name = self._adapters.names[number]
             raise AdapterFaultError(name, f'the adapter "{name}": {fault}')
+        del self._slots[_BROKEN - slot]
         self._slots[number] = slot
         self._swaps.append((number, evicted))
 
