@@ -152,7 +152,7 @@ class CostStore:
             return None
         except OSError as error:
             _warn(f"the cost cache is not used: {error}")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             _warn(f"the cost cache {self._folder.path} has a damaged entry {name}: {error!r}")
         return None
 

@@ -232,7 +232,8 @@ class TritonPythonModel:
                 arrived.accept(replace(draft.complete(), arrival=reply.arrival))
         except VarlenError as error:
             reply.fail(error)
-        except Exception:
+        except BaseException:
+            # also a library's panic
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))
 

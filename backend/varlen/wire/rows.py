@@ -281,7 +281,7 @@ def read_request(
         # a side is cut as a text of its own
         side = _cut_side(given, intake)
         scored = ScoredPairs.of(_texts(tensors, intake, side), requested, given)
-        return Draft(scored.steps(given, intake), options), scored
+        return Draft(scored.steps(given, intake), replace(options, outputs=())), scored
     if task == "token_embed" and set(requested) == {SCORES}:
         raise RequestError(
             f"the request names only {SCORES}, of pairs; send the documents as text_pair, or name another output"

@@ -124,6 +124,9 @@ DAMAGES = {
     "no text": lambda path: path.write_bytes(b"\xff" * 100),
     "deep": lambda path: path.write_bytes(b"[" * 100_000),
     "a list": lambda path: path.write_bytes(b"[]"),
+    "a number beyond fp64": lambda path: path.write_bytes(
+        path.read_bytes().replace(b'"seconds": 0.5', b'"seconds": 1' + b"0" * 400)
+    ),
     "too large": lambda path: path.write_bytes(b" " * (cost_store._MOST_BYTES + 1)),
 }
 

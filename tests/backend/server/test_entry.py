@@ -492,6 +492,26 @@ def test_a_request_that_cannot_be_read_is_answered(load, ask, pb_utils):
     result(good)
 
 
+def test_a_request_that_makes_a_library_panic_is_answered(load, ask, pb_utils, monkeypatch):
+    class Panic(BaseException):
+        """As tokenizers has: it is no Exception."""
+
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    read = model._kind.read
+
+    def panic(*arguments):
+        monkeypatch.setattr(model._kind, "read", read)
+        raise Panic
+
+    monkeypatch.setattr(model._kind, "read", panic)
+
+    model.execute([broken, good])
+
+    assert failure(broken)[0] == pb_utils.TritonError.INTERNAL
+    result(good)
+
+
 def test_parameters_that_are_no_object_are_the_caller_s_fault(load, ask, pb_utils):
     model = load()
     request = ask(text=text("a"))

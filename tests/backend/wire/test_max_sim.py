@@ -14,7 +14,7 @@ from varlen.in_process.encoder import _FutureReply
 from varlen.service.one_shot import EncoderParts
 from varlen.service.service import Service
 from varlen.telemetry.metrics import Stats
-from varlen.wire.outputs import AnswerOptions, ModelOutputs, ScoreAnswer, max_sim
+from varlen.wire.outputs import AnswerOptions, ModelOutputs, ScoreAnswer, ScoredPairs, max_sim
 from varlen.wire.rows import read_request
 
 from ..refusals import refused_request
@@ -53,12 +53,12 @@ def service(colbert):
     service.close()
 
 
-def read(service, parameters="", names=("scores", "num_tokens"), **texts):
+def read(service, parameters="", names=("scores", "num_tokens"), further=(), **texts):
     """Return the draft of a request of these texts, and the form of its answer."""
     tensors = {
         name: np.array([[text.encode()] for text in rows], object) for name, rows in texts.items()
     }
-    outputs = ModelOutputs.of("token_embed", service.checkpoint)
+    outputs = ModelOutputs.of("token_embed", service.checkpoint, further)
     return read_request(tensors, parameters, service.intake, outputs, requested=names)
 
 
@@ -94,6 +94,16 @@ def test_a_response_without_lengths_has_scores_alone(service):
     tensors = ScoreAnswer(pairs, [2, 3]).tensors(list(enumerate(rows)))
 
     assert {name: each.tolist() for name, each in tensors.items()} == {"scores": [[16.0]]}
+
+
+def test_pairs_of_a_model_with_further_outputs_have_scores_alone(service):
+    names = ("scores", "token_embeddings", "last_hidden_state")
+
+    draft, pairs = read(service, names=names, further=["hidden"], text=["a"], text_pair=["b"])
+
+    # the engine's answers are the vectors of tokens, from which scores are made
+    assert isinstance(pairs, ScoredPairs)
+    assert draft.options.outputs == ()
 
 
 def test_single_texts_have_no_scores(service):
