@@ -61,8 +61,6 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
     return failed
 
 
-_log = logging.getLogger(__name__)
-
 Completed: TypeAlias = Callable[[Batch, BatchResult], None]
 Outputs: TypeAlias = Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
 

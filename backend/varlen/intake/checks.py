@@ -352,10 +352,6 @@ class Intake:
             raise RequestError(
                 f"row {row}: text has {count} tokens; this model takes at most {most}{self.limits.remedy}"
             )
-        if not tokens:
-            raise RequestError(
-                f"row {row}: text has no tokens, and the tokenizer adds none; send at least one character that it reads"
-            )
         self.limits.check_ids(row, "text", text.token_ids, text.type_ids)
         unpooled = Unpooled(count=min(num_unpooled, tokens))
         return self._placed(row, Prompt(text.token_ids, text.type_ids, unpooled), role)

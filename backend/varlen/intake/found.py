@@ -495,7 +495,7 @@ class ContextWindows:
         return [
             self._form.answers(context, windows, outputs[part])
             for (_, context), windows, part in zip(
-                self._pairs, self.windows, self._prompts_of_rows(), strict=True
+                self._pairs, self.windows, slices_of(self.windows), strict=True
             )
         ]
 
@@ -504,11 +504,7 @@ class ContextWindows:
         return {"answers": np.array(texts, dtype=np.object_)[:, None]}
 
     def count(self, tokens: Sequence[int]) -> list[int]:
-        return [sum(tokens[part]) for part in self._prompts_of_rows()]
-
-    def _prompts_of_rows(self) -> list[slice]:
-        bounds = np.cumsum([0, *map(len, self.windows)]).tolist()
-        return [slice(begin, end) for begin, end in pairwise(bounds)]
+        return [sum(tokens[part]) for part in slices_of(self.windows)]
 
     def _prompts(self, row: int) -> list[Prompt]:
         encoding, types = self._tokenizer.encode_whole(self._pairs[row])
@@ -559,6 +555,12 @@ class ContextWindows:
             # the first window is the end of the context
             parts = [slice(count - part.stop, count - part.start) for part in parts]
         return parts
+
+
+def slices_of(parts: Sequence[Sequence[object]]) -> list[slice]:
+    """Return the place of the parts of each row among all of them."""
+    bounds = np.cumsum([0, *map(len, parts)]).tolist()
+    return [slice(*each) for each in pairwise(bounds)]
 
 
 def overlapping(

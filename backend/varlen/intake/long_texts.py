@@ -13,14 +13,13 @@ from __future__ import annotations
 from codecs import utf_8_decode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.intake.found import MAX_WINDOW_TOKENS, overlapping
+from varlen.intake.found import MAX_WINDOW_TOKENS, overlapping, slices_of
 from varlen.intake.tokenization import Text
 from varlen.parameter import MAX_JSON_MARKS, JsonLimits
 from varlen.request.request import (
@@ -171,11 +170,16 @@ class InputLimits:
         ids: IntegerArray,
         types: IntegerArray | None,
     ) -> None:
-        """Raise RequestError if a token id or type id is out of range.
+        """Raise RequestError if there is no token, or an id is out of range.
 
         Args:
             ids, types: `[tokens]` each.
         """
+        if not len(ids):
+            raise RequestError(
+                f"row {row}: {name} has no tokens, and the tokenizer adds none; send at least one character that it"
+                " reads"
+            )
         _check_range(row, name, ids, self.vocab_size)
         if types is not None:
             _check_range(row, "token_type_ids", types, self.type_vocab_size)
@@ -333,14 +337,14 @@ class LongTexts:
         return steps_of(sizes, run)
 
     def count(self, tokens: Sequence[int]) -> list[int]:
-        return [sum(tokens[part]) for part in self._prompts_of_rows()]
+        return [sum(tokens[part]) for part in slices_of(self._parts)]
 
     def vectors(self, outputs: Sequence[Float32Array]) -> Float32Array:
         """Return the vector of each text, or of each span, `[vectors, features]`."""
         return np.concatenate(
             [
                 self._joined(parts, outputs[place])
-                for parts, place in zip(self._parts, self._prompts_of_rows(), strict=True)
+                for parts, place in zip(self._parts, slices_of(self._parts), strict=True)
             ]
         )
 
@@ -357,10 +361,6 @@ class LongTexts:
         means = sums / weights
         return normalized(means) if self._form.normalize else means.astype(np.float32)
 
-    def _prompts_of_rows(self) -> list[slice]:
-        bounds = np.cumsum([0, *map(len, self._parts)]).tolist()
-        return [slice(begin, end) for begin, end in pairwise(bounds)]
-
     def _prompts(self, row: int, text: str, part: slice) -> list[Prompt]:
         """Tokenize a part of a text; after the last one, return its prompts.
 
@@ -373,10 +373,6 @@ class LongTexts:
             return []
         self._tokens[row] = []
         ids, first, places = _joined_tokens(found)
-        if not len(ids):
-            raise RequestError(
-                f"row {row}: text has no tokens, and the tokenizer adds none; send at least one character that it reads"
-            )
         self._limits.check_ids(row, "text", ids, None)
         # tokens of the prompt come before each window
         behind = len(text) - len(self._texts[row])

@@ -153,7 +153,6 @@ class Engine:
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
-        # open requests with a deadline
         self._by_deadline = SortedKeyList(key=lambda request: request.deadline)
         self._in_flight = 0
         # time spent scheduling since the last batch started

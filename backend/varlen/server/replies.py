@@ -80,6 +80,10 @@ class ServerReply:
     The engine adds outputs. A sender thread takes a turn when there is something to send, one thread at a time, so
     responses keep their order. Outputs that come during a turn share the next response, so a slow client never has more
     than one response under way.
+
+    Attributes:
+        arrival: time at which the request came, in seconds of `time.monotonic`.
+        trace: gets the times of the request; None if it is not traced.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class ServerReply:
         self._stats = stats
         self._names_codes = names_codes
         self._is_warmup = is_warmup
-        self._arrival = time.monotonic()
+        self.arrival = time.monotonic()
         self._answer: Answer | None = None
         self._streams = False
         self._times: dict[int, _TokenTimes] = {}
@@ -110,15 +114,9 @@ class ServerReply:
         self._answered = False
         self._accepted = False
         self._cancelled = False
-        self._last_check = self._arrival
+        self._last_check = self.arrival
         self._tracer: RequestTracer | None = None
         self.trace: RequestTrace | None = None
-        """Gets the times of the request; None if it is not traced."""
-
-    @property
-    def arrival(self) -> float:
-        """When the request came, in seconds of `time.monotonic`."""
-        return self._arrival
 
     def accept(self) -> None:
         """Count the request as open until it is answered; before anything can answer it."""
@@ -128,7 +126,7 @@ class ServerReply:
     def begin_trace(self, tracer: RequestTracer, context: str | None) -> None:
         """Trace the request if the context of the server says so."""
         self._tracer = tracer
-        self.trace = tracer.begin(context, self._arrival)
+        self.trace = tracer.begin(context, self.arrival)
 
     def expect(self, answer: Answer) -> None:
         """Set what makes the responses, before the request runs.
@@ -268,7 +266,7 @@ class ServerReply:
                 # the server closes a sender before it sends: a retry is impossible
                 _log.exception("a response could not be sent")
                 outcome = "failed"
-        self._stats.count_request(outcome, time.monotonic() - self._arrival)
+        self._stats.count_request(outcome, time.monotonic() - self.arrival)
         if self._accepted:
             self._outbox.count_open(-1)
         self._end_trace(outcome, error)
@@ -291,7 +289,7 @@ class ServerReply:
         times = self._times.get(row)
         if times is None:
             self._times[row] = times = _TokenTimes(now)
-            self._stats.observe(CountedMetric.TIME_TO_FIRST_TOKEN, now - self._arrival)
+            self._stats.observe(CountedMetric.TIME_TO_FIRST_TOKEN, now - self.arrival)
         times.tokens += len(part.token_ids)
         if part.finish_reason and times.tokens > 1:
             seconds = (now - times.first) / (times.tokens - 1)

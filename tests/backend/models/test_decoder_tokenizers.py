@@ -271,6 +271,8 @@ def test_refuses_to_generate_where_the_checkpoint_changes_tokens(decoder, field,
         f"generation_config.json has {field if field != 'a_new_feature' else 'the field'}"
     ):
         checkpoint.check_task("generate")
+    with refused("; leave it out of the file"):
+        checkpoint.check_task("generate")
 
 
 def test_knows_every_field_of_transformers_generation_config():

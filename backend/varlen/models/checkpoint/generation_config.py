@@ -94,7 +94,13 @@ def read_sampling_fields(folder: Path) -> Mapping[str, object]:
 def check_generation(folder: Path) -> None:
     """Raise CheckpointError if generation_config.json changes tokens in a way that is not served."""
     config = read_optional_object(folder, _FILE)
-    check_fields(config, _FILE, known=REQUEST_FIELDS | HARMLESS_FIELDS, fixed=FIXED_FIELDS)
+    check_fields(
+        config,
+        _FILE,
+        known=REQUEST_FIELDS | HARMLESS_FIELDS,
+        fixed=FIXED_FIELDS,
+        remedy="; leave it out of the file",
+    )
 
 
 TRANSLATE_READ_FIELDS = frozenset(

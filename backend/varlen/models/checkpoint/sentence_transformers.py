@@ -463,7 +463,9 @@ def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
         chosen = [*known_first, *unknown]
         names = _POOLING_FLAGS
     if not chosen or not all(isinstance(each, str) and each in names for each in chosen):
-        raise CheckpointError(f"the pooling is {chosen}; allowed: one or more of {list(names)}")
+        raise CheckpointError(
+            f"{name} has the pooling {chosen}; allowed: one or more of {list(names)}"
+        )
     return tuple(names[each] for each in chosen)
 
 

@@ -315,7 +315,9 @@ def test_refuses_tensors_that_are_not_those_of_the_config(saved):
 def test_refuses_a_pooling_that_does_not_exist(saved):
     set_fields(saved, "1_Pooling/config.json", pooling_mode=["mean", "median"])
 
-    with refused("the pooling is ['mean', 'median']; allowed: one or more of ['cls', 'mean'"):
+    with refused(
+        "1_Pooling/config.json has the pooling ['mean', 'median']; allowed: one or more of ['cls', 'mean'"
+    ):
         Checkpoint.open(saved)
 
 
