@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import Fields
+from varlen_client.gateway.errors import bug_response
 from varlen_client.gateway.forms import FILES_PATH, MAX_FORM_BYTES, read_form
 from varlen_client.gateway.json_io import MAX_IDS, MAX_VALUES, json_response, size_of
 from varlen_client.gateway.models import IN_PROCESS, TENANT, Gateway, tenant_of
@@ -47,6 +48,8 @@ MAX_FILES = 1000
 MAX_OPEN, MAX_KEPT = 100, 1000
 # Requests in flight for an API key.
 CONCURRENCY = 16
+# Most entries of a list; without a `limit`, it has 100.
+_MOST_SHOWN = 10_000
 # Free bytes of the disk that uploads and answers leave.
 MIN_FREE_BYTES = 256 << 20
 # Time between two tries of a job whose files cannot be written.
@@ -239,7 +242,12 @@ async def _post(app: ASGIApp, request: BatchRequest) -> tuple[int, bytes]:
         "headers": [(b"content-type", b"application/json")],
         IN_PROCESS: BATCH_TENANT,
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        # of this request alone; what was sent may be a part of an answer
+        _LOG.exception("a request of a batch failed")
+        return 500, bytes(bug_response().body)
     return status, b"".join(parts)
 
 
@@ -542,7 +550,8 @@ class Jobs:
                 stream.flush()
                 counts["completed" if status == 200 else "failed"] += 1
 
-            left = (each for each in lines() if each.custom_id not in completed | failed)
+            done = completed.keys() | failed
+            left = (each for each in lines() if each.custom_id not in done)
             await answer_requests(
                 self._app,
                 takewhile(goes_on, left),
@@ -664,13 +673,17 @@ def _add_file_routes(app: FastAPI, folder: Folder) -> None:
 def _page(items: list[Record], request: Request) -> Response:
     """Return the part of a list that a query asks for, in OpenAI's form."""
     query = request.query_params
-    purpose, after, limit = query.get("purpose"), query.get("after"), query.get("limit", "")
+    purpose, after, limit = query.get("purpose"), query.get("after"), query.get("limit", "100")
+    # isdecimal accepts the digits of every script, as int() does
+    count = int(limit) if limit.isdecimal() and len(limit) < 6 else 0
+    if not 1 <= count <= _MOST_SHOWN:
+        raise InvalidRequest(f"limit is {limit[:_SHOWN]!r}; allowed: 1 to {_MOST_SHOWN}")
     shown = [_view(each) for each in items if purpose in (None, each.get("purpose"))]
     if query.get("order") == "asc":
         shown.reverse()
     ids = [each["id"] for each in shown]
     begin = ids.index(after) + 1 if after in ids else 0
-    end = begin + (int(limit[:6]) if limit.isdecimal() else 100)
+    end = begin + count
     ends = {"first_id": ids[begin], "last_id": ids[:end][-1]} if ids[begin:end] else {}
     answer = {"object": "list", "data": shown[begin:end], "has_more": len(ids) > end, **ends}
     return json_response(answer)

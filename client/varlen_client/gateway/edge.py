@@ -140,7 +140,9 @@ class Edge:
         return None
 
     def _too_large(self, most: int) -> Response:
-        message = f"the body is larger than {most} bytes"
+        # of a file, the limit is none of the gateway's options
+        remedy = " (--max-body-bytes)" if most == self._max_body_bytes else ""
+        message = f"the body is larger than {most} bytes{remedy}"
         return error_response(413, message, code="body_too_large")
 
     def _tenant(self, scope: Scope) -> str | None:

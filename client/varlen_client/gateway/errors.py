@@ -38,6 +38,7 @@ _BUSY = "the server cannot accept the request now; send it later"
 _ENDED = (
     "the model's process has ended or does not respond; its operator has to load the model again"
 )
+_UNLOADED = "the server has unloaded the model, or is being stopped"
 _LATE = "the answer was not complete in time"
 _FAILED = "the server failed; the gateway's log has the reason"
 
@@ -67,7 +68,8 @@ class _Kind:
 _KINDS: Mapping[type[VarlenClientError], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
-    ModelUnloaded: _Kind(404, "invalid_request_error", "model_not_found"),
+    # a server that is being stopped says it too
+    ModelUnloaded: _Kind(503, "server_error", "unavailable", _UNLOADED),
     ServerUnavailable: _Kind(503, "server_error", "unavailable", _BUSY),
     ModelProcessEnded: _Kind(503, "server_error", "model_process_ended", _ENDED),
     RequestCancelled: _Kind(503, "server_error", "unavailable", _BUSY),
@@ -157,7 +159,12 @@ def add_error_handlers(app: FastAPI, is_healthy: Callable[[], Awaitable[bool]]) 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> Response:
         # uvicorn logs it with its traceback
-        return error_response(500, "the gateway failed; its log has the reason", "server_error")
+        return bug_response()
+
+
+def bug_response() -> Response:
+    """Return the answer to a request at which the gateway has failed."""
+    return error_response(500, "the gateway failed; its log has the reason", "server_error")
 
 
 def _methods_of(app: FastAPI, path: str) -> list[str]:

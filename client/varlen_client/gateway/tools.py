@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
@@ -209,7 +210,7 @@ class ChatForms:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self._known: dict[tuple[str, str, bool], tuple[float, ChatForm]] = {}
+        self._known: dict[tuple[str, bytes, bool], tuple[float, ChatForm]] = {}
 
     async def of(
         self, name: str, client: AsyncClient, variables: Variables, *, has_tools: bool
@@ -222,7 +223,9 @@ class ChatForms:
             variables: variables of the chat template that the request has.
             has_tools: whether the request has tools, so that a template for tools is used.
         """
-        key = name, json.dumps(variables, sort_keys=True), has_tools
+        # a hash: the variables may be as long as a body
+        given = sha256(json.dumps(variables, sort_keys=True).encode()).digest()
+        key = name, given, has_tools
         until, form = self._known.get(key, (-math.inf, ChatForm()))
         now = time.monotonic()
         if now > until:

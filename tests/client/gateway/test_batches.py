@@ -265,6 +265,31 @@ def test_requests_wait_for_a_server_that_is_busy(running, monkeypatch):
     assert asyncio.run(run()).request_counts.completed == 1
 
 
+def test_a_request_that_the_gateway_fails_at_has_an_answer_and_the_others_go_on(
+    running, monkeypatch
+):
+    counted, failed = FakeClient.counted, iter([True])
+
+    async def fails_once(self, *arguments, **options):
+        if next(failed, False):
+            raise ZeroDivisionError
+        return await counted(self, *arguments, **options)
+
+    monkeypatch.setattr(FakeClient, "counted", fails_once)
+
+    async def run():
+        async with running() as client:
+            batch = await ended(client, await create(client, lines(*"abc")))
+            assert batch.status == "completed"
+            assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+            return await answers(client, batch.error_file_id)
+
+    [answer] = asyncio.run(run()).values()
+
+    assert answer["response"]["status_code"] == 500
+    assert "the gateway failed" in answer["response"]["body"]["error"]["message"]
+
+
 def test_answers_wait_for_a_disk_that_is_full(running, monkeypatch):
     monkeypatch.setattr(batches, "_RETRY_SECONDS", 0.0)
     free = iter([0] * 3)
@@ -281,6 +306,18 @@ def test_answers_wait_for_a_disk_that_is_full(running, monkeypatch):
 
     assert asyncio.run(run()).request_counts.completed == 1
     assert next(free, None) is None
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "-1", "10001", "1" * 5000])
+def test_a_wrong_limit_of_a_list_is_refused(running, limit):
+    async def run():
+        async with running() as client:
+            for resource in (client.files, client.batches):
+                status, message = await refusal(resource.list, extra_query={"limit": limit})
+                assert status == 400
+                assert "allowed: 1 to 10000" in message
+
+    asyncio.run(run())
 
 
 def test_files_and_batches_are_of_one_key_and_all_batches_are_one_tenant(

@@ -10,6 +10,7 @@ from varlen_client.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelProcessEnded,
+    ModelUnloaded,
     RequestCancelled,
     RequestTimeout,
     ServerError,
@@ -65,7 +66,9 @@ def test_a_body_may_be_as_large_as_the_limit(send, make_app):
     for limit, status in ((size, 200), (size - 1, 413)):
         response = send("POST", "/embed", EMBED, app=make_app(max_body_bytes=limit))
         assert response.status_code == status
-    assert response.json()["error"]["message"] == f"the body is larger than {size - 1} bytes"
+    assert response.json()["error"]["message"] == (
+        f"the body is larger than {size - 1} bytes (--max-body-bytes)"
+    )
 
 
 def test_a_body_that_does_not_come_gives_its_place_back(make_app, monkeypatch):
@@ -175,6 +178,7 @@ def test_a_client_that_leaves_cancels_its_request(make_app, calls, path, body):
     [
         (InvalidRequest("row 3: text is empty"), 400, "row 3: text is empty"),
         (ModelNotFound("no model 'a'"), 404, "no model 'a'"),
+        (ModelUnloaded("'/opt' has no available versions"), 503, "unloaded the model"),
         (ServerUnavailable("queue of 10.0.0.1 is full"), 503, "the server cannot accept"),
         (
             ModelProcessEnded("the process of a_0 has ended: /opt"),

@@ -72,8 +72,16 @@ def test_a_body_has_a_least_rate_and_a_longest_time(make_app, bytes_each_second,
     "headers, status, message",
     [
         ({"Content-Length": "9"}, 401, "the request has no valid API key"),
-        (KEY | {"Content-Length": "1001"}, 413, "the body is larger than 1000 bytes"),
-        (KEY | {"Content-Length": "9" * 18}, 413, "the body is larger than 1000 bytes"),
+        (
+            KEY | {"Content-Length": "1001"},
+            413,
+            "the body is larger than 1000 bytes (--max-body-bytes)",
+        ),
+        (
+            KEY | {"Content-Length": "9" * 18},
+            413,
+            "the body is larger than 1000 bytes (--max-body-bytes)",
+        ),
     ],
     ids="key large huge".split(),
 )

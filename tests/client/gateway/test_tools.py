@@ -305,6 +305,22 @@ def test_a_form_is_asked_for_once(send, make_app, calls, model):
     assert calls.asked_forms == 1
 
 
+def test_a_form_that_is_known_keeps_no_variables_of_its_request(send, make_app, gateways, model):
+    model("qwen2", FAMILIES["qwen2"].call)
+    app, variables = make_app(), {"unread": "of a client"}
+
+    send(
+        "POST",
+        CHAT,
+        {"model": "writer", "messages": HELLO, "chat_template_kwargs": variables},
+        app=app,
+    )
+
+    [gateway] = [gateway for made, gateway in gateways.values() if made is app]
+    [known] = gateway.forms._known
+    assert "of a client" not in str(known)
+
+
 def test_the_template_for_tools_is_used_where_there_is_one(post, calls, model):
     family = model("qwen2", FAMILIES["qwen2"].call, template="tool_use")
 
