@@ -289,6 +289,17 @@ def free_ports() -> list[str]:
     return ["--port", str(free_port()), "--server-port", str(free_port())]
 
 
+@pytest.mark.parametrize("options", [["--task=embed"], ["--set=task=embed"]])
+def test_a_setting_that_is_given_twice_is_refused(encoder, cache, options):
+    given = [*options, "--set=task=hidden", *free_ports()]
+
+    result = CliRunner().invoke(app, ["serve", str(encoder), *given])
+
+    assert result.exit_code == 2
+    assert "task is embed already; set it once" in result.stderr
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize(
     "source, message",
     [

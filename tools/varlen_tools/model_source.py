@@ -96,12 +96,15 @@ def _latest_version(folder: Path) -> Path:
     return max(versions, key=lambda entry: int(entry.name))
 
 
-def parse_settings(pairs: Iterable[str] | None) -> dict[str, str]:
-    """Return the engine parameters of `--set`."""
-    settings = {}
+def parse_settings(pairs: Iterable[str] | None, **named: str | None) -> dict[str, str]:
+    """Return the engine parameters of `--set`, and those that options of their own have set."""
+    settings = {name: value for name, value in named.items() if value}
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals:
             raise typer.BadParameter(f'"{pair}"; allowed: key=value', param_hint="--set")
+        if key in settings:
+            message = f"{key} is {settings[key]} already; set it once"
+            raise typer.BadParameter(message, param_hint="--set")
         settings[key] = value
     return settings

@@ -72,7 +72,7 @@ class Wish:
     def parameters(self) -> Mapping[str, str]:
         from varlen_tools.model_source import parse_settings
 
-        return ({"task": self.task} if self.task else {}) | parse_settings(self.settings)
+        return parse_settings(self.settings, task=self.task)
 
     @cached_property
     def sent_texts(self) -> Sequence[str]:

@@ -76,13 +76,14 @@ def doctor(
 
 def _examine(source: ModelSource, *, has_speed: bool) -> Report:
     from varlen.errors import VarlenError
+    from varlen.service.service import log_notes
     from varlen_tools.doctor.examine import examine
     from varlen_tools.doctor.report import Report
     from varlen_tools.findings import TextFacts, find, read_languages
     from varlen_tools.model_config import render_config
 
     # what each load logs is in the report
-    notes = logging.getLogger("varlen.service.service")
+    notes = logging.getLogger(log_notes.__module__)
     notes.disabled = True
     try:
         checkpoint = source.open_checkpoint()

@@ -92,10 +92,9 @@ def serve(
             from varlen_tools.serve.server import server_command
     except ModuleNotFoundError as error:
         usage_error(f"serve needs {error.name}: pip install 'varlen[serve]'")
-    chosen = {"task": task, "dtype": dtype}
     fetching = Fetching(
         name=name,
-        settings={key: value for key, value in chosen.items() if value} | parse_settings(settings),
+        settings=parse_settings(settings, task=task, dtype=dtype),
         force=force,
         convert_pickles=convert_pickle,
     )
