@@ -165,7 +165,8 @@ class Edge:
         stop, loop = _canceller(), asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
 
-        def check() -> None:
+        # not by its own name: the cycle would keep the body until garbage is collected
+        def check(again: Callable[..., None]) -> None:
             nonlocal before, steps, is_slow, timer
             steps += 1
             is_last = steps == round(_BODY_SECONDS / _BODY_STEP_SECONDS)
@@ -174,9 +175,9 @@ class Edge:
             if is_slow:
                 stop()
             else:
-                timer = loop.call_later(_BODY_STEP_SECONDS, check)
+                timer = loop.call_later(_BODY_STEP_SECONDS, again, again)
 
-        timer = loop.call_later(_BODY_STEP_SECONDS, check)
+        timer = loop.call_later(_BODY_STEP_SECONDS, check, check)
         try:
             is_large = await self._read_body(receive, body)
             return self._too_large(self._max_body_bytes) if is_large else bytes(body)

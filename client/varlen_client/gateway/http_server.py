@@ -61,6 +61,9 @@ DROP_SECONDS = 5.0
 DROP_STEP_SECONDS = 0.5
 _DROP_STEP_BYTES = 4 << 10
 
+# New objects after which garbage is collected: few of them are in a cycle. A few requests have as many as Python's own
+# number (decision 0150).
+_NEW_OBJECTS = 10_000
 # Bytes that are parsed in one step.
 _PIECE_BYTES = 4 << 10
 # Unparsed bytes of a connection above which nothing more is read from its socket.
@@ -89,7 +92,7 @@ class GatewayServer(uvicorn.Server):
         self._is_alone = False
 
     def run_alone(self, sockets: list[socket.socket] | None = None) -> None:
-        """Run in a process that does nothing else: no collection visits the imported modules."""
+        """Run alone in a process: collections are few, and visit no imported module."""
         self._is_alone = True
         self.run(sockets)
 
@@ -107,6 +110,7 @@ class GatewayServer(uvicorn.Server):
             # Not before uvicorn handles signals: what their handlers raise is lost in a collection.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(_NEW_OBJECTS)
         for listener in (each for server in self.servers for each in server.sockets):
             with socket.socket(fileno=os.dup(listener.fileno())) as same:
                 same.listen(_QUEUED_CONNECTIONS)

@@ -1,6 +1,7 @@
 """What every request to the gateway passes: key, limits, disconnects, errors, metrics."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -23,6 +24,7 @@ from varlen_client.gateway.generation import MAX_MESSAGES
 from varlen_client.gateway.models import TENANT
 from varlen_client.wire import ModelState
 
+from .asgi import Exchange
 from .conftest import http_client
 from .fake_models import MODELS, FakeClient
 
@@ -120,6 +122,38 @@ def test_no_more_requests_run_than_the_limit(make_app, calls):
     assert openai["error"]["message"] == message
     assert tei == {"error": message, "error_type": "Overloaded"}
     assert (health.status_code, after.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/embed", EMBED),
+        ("/embed", {"model": "embedder", "inputs": 1}),
+        ("/v1/completions", {"model": "writer", "prompt": "a"}),
+        ("/v1/completions", {"model": "writer", "prompt": "a", "stream": True}),
+    ],
+    ids=["embed", "refused", "completion", "stream"],
+)
+def test_no_part_of_a_request_waits_for_a_collection(make_app, path, body):
+    app = make_app()
+
+    async def in_cycles():
+        await Exchange(path, body).run(app)
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await Exchange(path, body).run(app)
+            gc.collect()
+            return [each.__qualname__ for each in gc.garbage if _is_of_gateway(each)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+    assert asyncio.run(in_cycles()) == []
+
+
+def _is_of_gateway(each):
+    return getattr(each, "__module__", None) == edge.__name__ and hasattr(each, "__qualname__")
 
 
 @pytest.mark.parametrize(
