@@ -41,6 +41,30 @@ _OTHER_INTEGRATIONS = (
 ).split()
 _NOT_READ = ("models/", *_OTHER_PARTS, *(f"integrations/{name}" for name in _OTHER_INTEGRATIONS))
 _OTHER_FRAMEWORKS = ("tf", "flax")
+# Fields that all families know. The backend looks up only what a family does not know, so the file leaves them out.
+KNOWN_FIELDS = frozenset(
+    (
+        "_attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _name_or_path"
+        " architectures assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight"
+        " assistant_lookbehind attention_dropout attn_implementation bad_words_ids base_model begin_suppress_tokens"
+        " bos_token_id cache_config cache_implementation chunk_size_feed_forward classifier_dropout compile_config"
+        " constraints continuous_batching_config cross_attention_hidden_size custom_pipelines"
+        " decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers dtype early_stopping"
+        " encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff"
+        " exponential_decay_length_penalty finetuning_task force_words_ids forced_bos_token_id forced_eos_token_id"
+        " gradient_checkpointing guidance_scale hidden_dropout init_std initializer_factor initializer_range"
+        " is_assistant label2id length_penalty low_memory mask_token_id max_cache_len max_length"
+        " max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p model_type name"
+        " name_or_path no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups"
+        " num_beams num_return_sequences output_attentions output_hidden_states output_logits output_scores"
+        " pad_token_id penalty_alpha prefill_chunk_size problem_type prompt_lookup_num_tokens remove_invalid_values"
+        " renormalize_logits repetition_penalty return_dict return_dict_in_generate sep_token_id sequence_bias"
+        " speculation_type stop_strings summary_first_dropout summary_last_dropout suppress_tokens"
+        " target_lookbehind task_specific_params temperature tie_encoder_decoder token_healing tokenizer_class"
+        " top_h top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache"
+        " use_flash_attention_2 use_mtp watermarking_config"
+    ).split()
+)
 _CONSTRUCTORS = ("__init__", "__post_init__")
 _LOOK_UPS = ("getattr", "hasattr", "setattr")
 
@@ -128,7 +152,12 @@ def _class_fields(node: ast.ClassDef) -> Iterator[str]:
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield each.target.id
-        if isinstance(each, ast.Assign | ast.AnnAssign) and isinstance(each.value, ast.Dict):
+        if (
+            isinstance(each, ast.Assign | ast.AnnAssign)
+            and isinstance(each.value, ast.Dict)
+            # of plans for ranks, the words are kinds of layers
+            and not ast.unparse(each).split()[0].endswith(("_plan", "_plan:"))
+        ):
             yield from filter(None, map(_word, ast.walk(each.value)))
 
 
@@ -183,7 +212,7 @@ def _rendered(found: dict[str, set[str]]) -> str:
     """
     shared = found["shared"]
     lines = {
-        family: " ".join(sorted(names if family == "shared" else names - shared))
+        family: " ".join(sorted(names - (KNOWN_FIELDS if family == "shared" else shared)))
         for family, names in found.items()
     }
     return json.dumps({"releases": f"{RELEASES[0]} {RELEASES[-1]}", **lines}, indent=1) + "\n"
