@@ -11,7 +11,7 @@ SERIES = {
         varlen_grammars varlen_grammar_bytes
         varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
         varlen_kv_blocks_reserved varlen_kv_blocks_capacity
-        varlen_cuda_graphs varlen_cuda_graph_bytes varlen_cuda_graph_capture_seconds
+        varlen_cuda_graphs varlen_cuda_graph_bytes varlen_cuda_graph_capture_seconds varlen_draft_saved_seconds
         """.split(),
         "GAUGE",
     ),

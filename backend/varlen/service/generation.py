@@ -267,6 +267,7 @@ class GeneratorParts:
             SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,
             SnapshotMetric.DRAFT_TOKENS: counts.drafted_tokens,
             SnapshotMetric.ACCEPTED_DRAFT_TOKENS: counts.accepted_tokens,
+            SnapshotMetric.DRAFT_SECONDS: counts.saved_seconds,
             SnapshotMetric.PREEMPTIONS: counts.preemptions,
             SnapshotMetric.ORDER_PREEMPTIONS: counts.order_preemptions,
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,

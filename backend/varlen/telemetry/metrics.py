@@ -144,6 +144,10 @@ class SnapshotMetric(Metric):
     )
     DRAFT_TOKENS = "varlen_draft_tokens_total", "COUNTER", "Drafted tokens that ran (`speculation`)"
     ACCEPTED_DRAFT_TOKENS = "varlen_draft_tokens_accepted_total", "COUNTER", "Drafted tokens that were chosen"
+    DRAFT_SECONDS = (
+        "varlen_draft_saved_seconds", "GAUGE",
+        "Seconds of steps that drafts have saved; a loss is below 0",
+    )
     PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
     ORDER_PREEMPTIONS = (
         "varlen_order_preemptions_total", "COUNTER",

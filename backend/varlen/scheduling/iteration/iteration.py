@@ -76,6 +76,7 @@ class GenerationCounts:
         prefill_tokens: tokens of prompts that have run, and of preempted sequences that ran again.
         decode_tokens: generated tokens that have run.
         drafted_tokens, accepted_tokens: drafted tokens that ran, and those that were chosen.
+        saved_seconds: see `DraftCost`.
         memory_preemptions: number of times that sequences gave back their blocks because there were too few.
         order_preemptions: number of times that sequences gave back their blocks to a request before them.
     """
@@ -87,6 +88,7 @@ class GenerationCounts:
     decode_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    saved_seconds: float
     memory_preemptions: int
     order_preemptions: int
 
@@ -187,8 +189,9 @@ class IterationScheduler:
         self._queues = GroupQueues(self._memory, slots, limits.stages)
         self._claims = Claims()
         self._cost, self._draft_cost = StepCost(), DraftCost()
-        # rows, drafted rows, passes and seconds of the last step, if all its chunks were of one token
-        self._last_rows: tuple[int, int, int, float] | None = None
+        # of the last step, if all its chunks were of one token: rows, drafted rows, passes, seconds, and the accepted
+        # tokens before it
+        self._last_rows: tuple[int, int, int, float, int] | None = None
         self._step_size = StepSize(limits.max_step_tokens)
         self._group_of: dict[GeneratedSequence, Group] = {}
         self._numbers = count()
@@ -214,6 +217,7 @@ class IterationScheduler:
             decode_tokens=self._decode_tokens,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
+            saved_seconds=self._draft_cost.saved_seconds,
             memory_preemptions=self._queues.memory_preemptions,
             order_preemptions=self._queues.order_preemptions,
         )
@@ -515,10 +519,12 @@ class IterationScheduler:
             return
         if self._last_rows is not None:
             # until this step could begin
-            rows, of_drafts, passed, before = self._last_rows
-            self._draft_cost.learn(rows, of_drafts, before + result.idle, passed)
+            rows, of_drafts, passed, before, accepted = self._last_rows
+            accepted = self._accepted_tokens - accepted
+            self._draft_cost.learn(rows, of_drafts, before + result.idle, passed, accepted)
         is_of_rows = tokens == sum([chunk.beams or 1 for chunk in batch.chunks])
-        self._last_rows = (tokens - drafted, drafted, passes, seconds) if is_of_rows else None
+        last = tokens - drafted, drafted, passes, seconds, self._accepted_tokens
+        self._last_rows = last if is_of_rows else None
 
     def _batch_of(self, step: StepInFlight, now: float) -> Batch:
         chunks = tuple(step.chunks.values())

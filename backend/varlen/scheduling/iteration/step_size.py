@@ -202,9 +202,13 @@ class DraftCost:
     while no drafts run, so they are tried again.
 
     A draft model runs once for the next tokens of all sequences that draft, so its rows cost less beside more of them.
+
+    Attributes:
+        saved_seconds: seconds that steps without drafts would have taken beyond those with drafts.
     """
 
     def __init__(self) -> None:
+        self.saved_seconds = 0.0
         self._plain = StepCost()
         self._extra = self._rows = 0.0
         self._drafting = 0
@@ -232,12 +236,15 @@ class DraftCost:
         rows = _PRIOR_ROWS + self._rows
         return max(0.0, (_PRIOR_ROWS * per_token + self._extra) / rows)
 
-    def learn(self, rows: int, drafted: int, seconds: float, passes: int = 1) -> None:
+    def learn(
+        self, rows: int, drafted: int, seconds: float, passes: int = 1, accepted: int = 0
+    ) -> None:
         """Learn from a step of rows, and of drafted ones beside them.
 
         Args:
             seconds: time until the next step could begin.
             passes: passes of a draft model, which a lookup does not have.
+            accepted: drafted rows that were chosen.
         """
         kept = _ROWS_MEMORY if drafted else _ROWS_KEPT
         self._extra, self._rows = kept * self._extra, kept * self._rows
@@ -248,6 +255,7 @@ class DraftCost:
             return
         self._drafting += 1
         plain = self._plain.seconds(1, rows)
+        self.saved_seconds += plain * (1 + accepted / rows) - seconds
         self._extra += min(seconds - plain, _LARGEST_SURPRISE * plain)
         self._rows += drafted
         # a line through 0 would stay there

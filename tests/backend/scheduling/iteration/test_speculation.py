@@ -158,7 +158,7 @@ def test_streams_with_drafts_have_the_answers_without(policy, prefix_cache, mode
 
 
 def seconds_of(speculation, *, row, idle, rate, monkeypatch, model=0.0, requests=4):
-    """Return the seconds of a stream on a virtual clock.
+    """Return the seconds of a stream on a virtual clock, and the saved seconds.
 
     Args:
         row: seconds of a row of logits; a token of a prompt takes a hundredth of a step, and a step one second.
@@ -187,7 +187,8 @@ def seconds_of(speculation, *, row, idle, rate, monkeypatch, model=0.0, requests
     for length in (40, 50, 60, 70)[:requests]:
         bench.submit([rng.randint(1, 9) for _ in range(20)], max_tokens=length)
     bench.run_all()
-    return sum(seconds(step) + idle * (step.after is None) for step in bench.executor.steps)
+    taken = sum(seconds(step) + idle * (step.after is None) for step in bench.executor.steps)
+    return taken, bench.scheduler.snapshot().saved_seconds
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def seconds_of(speculation, *, row, idle, rate, monkeypatch, model=0.0, requests
 )
 def test_drafts_never_cost_more_than_they_save(row, idle, rate, most, monkeypatch):
     figures = {"row": row, "idle": idle, "rate": rate, "monkeypatch": monkeypatch}
-    without, with_drafts = (seconds_of(each, **figures) for each in (None, LIMITS))
+    (without, _), (with_drafts, _) = (seconds_of(each, **figures) for each in (None, LIMITS))
     assert with_drafts < most * without
 
 
@@ -212,10 +213,24 @@ def test_drafts_never_cost_more_than_they_save(row, idle, rate, most, monkeypatc
 )
 def test_drafts_of_a_model_never_cost_more_than_they_save(requests, model, rate, most, monkeypatch):
     figures = {"row": 0.03, "idle": 0.0, "rate": rate, "model": model, "requests": requests}
-    without, with_drafts = (
+    (without, _), (with_drafts, _) = (
         seconds_of(each, **figures, monkeypatch=monkeypatch) for each in (None, OF_MODEL)
     )
     assert with_drafts < most * without
+
+
+@pytest.mark.parametrize("limits, model", [(LIMITS, 0.0), (OF_MODEL, 0.1)], ids=["ngram", "model"])
+@pytest.mark.parametrize("rate", [0.2, 0.75, 1.0])
+def test_a_lone_stream_takes_less_time_by_the_saved_seconds(limits, model, rate, monkeypatch):
+    figures = {"row": 0.03, "idle": 0.0, "rate": rate, "model": model, "requests": 1}
+
+    (without, none), (with_drafts, saved) = (
+        seconds_of(each, **figures, monkeypatch=monkeypatch) for each in (None, limits)
+    )
+
+    assert none == 0
+    # the last step, which no other one follows, is not counted
+    assert saved == pytest.approx(without - with_drafts, abs=limits.num_tokens)
 
 
 def test_a_pass_of_a_model_is_shared_by_the_sequences_that_draft():
