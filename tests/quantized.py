@@ -86,7 +86,7 @@ def widen(folder: Path, expected: Mapping[str, Tensor]) -> None:
     }
     save_file(kept | {name: each.contiguous() for name, each in expected.items()}, folder / WEIGHTS)
     set_fields(folder, "config.json", quantization_config=None)
-    for name in ("quantize_config.json", "quant_config.json"):
+    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -148,10 +148,15 @@ def _awq(weight: Tensor) -> Parts:
 
 
 def _gptq(
-    bits: int, *, version: int = 1, symmetric: bool = True, ordered: bool = False
+    bits: int,
+    *,
+    version: int = 1,
+    symmetric: bool = True,
+    ordered: bool = False,
+    size: int = GROUP,
 ) -> Callable[[Tensor], Parts]:
     def quantize(weight: Tensor) -> Parts:
-        groups = _in_order(weight)
+        groups = _in_order(weight, size)
         if ordered:
             groups = groups[_order(weight)]
         codes, scale, zero = _affine(weight, bits, groups, symmetric=symmetric)
@@ -168,6 +173,12 @@ def _gptq(
         return parts, _value(codes, scale, zero, groups)
 
     return quantize
+
+
+def _gptq_of_two_kinds(weight: Tensor) -> Parts:
+    """Return a layer of a Llama, whose down projections have other bits and groups."""
+    is_down = weight.shape[1] == SIZES["intermediate_size"]
+    return (_gptq(8, size=2 * GROUP) if is_down else _gptq(4))(weight)
 
 
 def _packed(
@@ -208,13 +219,14 @@ def _fp8(rows: int, columns: int, name: str = ".weight_scale") -> Callable[[Tens
             scale[row, column] = part.abs().max() / 448
         codes = (weight / scale[by[0]][:, by[1]]).to(torch.float8_e4m3fn)
         stored = scale.flatten() if scale.numel() == 1 else scale
-        parts = {".weight": codes, name: stored, ".input_scale": torch.ones(1)}
+        rounding = {".input_scale": torch.ones(1), ".kv_scale": torch.ones(1)}
+        parts = {".weight": codes, name: stored, **rounding}
         return parts, codes.float() * scale[by[0]][:, by[1]]
 
     return quantize
 
 
-def _table(*, double: bool) -> Callable[[Tensor], Parts]:
+def _table(*, double: bool, storage: torch.dtype = torch.uint8) -> Callable[[Tensor], Parts]:
     def quantize(weight: Tensor) -> Parts:
         size, nested, offset = 64, 256, 0.25
         entries = torch.randn(16).sort().values.clamp(-1, 1)
@@ -242,7 +254,8 @@ def _table(*, double: bool) -> Callable[[Tensor], Parts]:
             parts |= {".weight.nested_absmax": factor, ".weight.nested_quant_map": levels}
         codes = (blocks / largest[:, None])[..., None].sub(entries).abs().argmin(-1)
         pairs = codes.flatten().view(-1, 2)
-        parts[".weight"] = (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8)
+        packed = (pairs[:, 0] * 16 + pairs[:, 1]).to(torch.uint8)
+        parts[".weight"] = packed.view(storage)[:, None]
         parts[end] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         return parts, (entries[codes] * largest[:, None]).view_as(weight)
 
@@ -286,6 +299,16 @@ _AWQ = {
     "version": "gemm",
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "data_type": "int",
+    "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+}
+_MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _GROUPS = {"strategy": "group", "group_size": GROUP}
@@ -308,6 +331,24 @@ FORMS: Mapping[str, Form] = {
     ),
     "gptq-v2": Form(
         _gptq(4, version=2, symmetric=False), {**_GPTQ, "checkpoint_format": "gptq_v2"}
+    ),
+    "gptq-mixed": Form(
+        _gptq_of_two_kinds,
+        {**_GPTQ, "dynamic": {"+:.*down": {"bits": 8, "group_size": 2 * GROUP}, "-:lm_head": {}}},
+        says="12 of 4 bits in groups of 16, 2 of 8 bits in groups of 32",
+    ),
+    "auto-round": Form(_gptq(4), _AUTO_ROUND, says="quantized by gptq: 14 of 4 bits"),
+    "auto-round-mixed": Form(
+        _gptq_of_two_kinds,
+        {
+            **_AUTO_ROUND,
+            "quant_method": "intel/auto-round",
+            "packing_format": "auto_round:gptq",
+            "extra_config": {"down_proj": {"bits": 8, "group_size": 2 * GROUP}},
+        },
+    ),
+    "auto-round-awq": Form(
+        _awq, {**_AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}
     ),
     "gptq-8": Form(_gptq(8), {**_GPTQ, "bits": 8}, says="14 of 8 bits in groups of 16"),
     "packed-4": Form(_packed(4, GROUP), _compressed("pack-quantized", num_bits=4, **_GROUPS)),
@@ -332,6 +373,17 @@ FORMS: Mapping[str, Form] = {
     "fp8-tensor": Form(
         _fp8(0, 0), _compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
     ),
+    "fp8-modelopt": Form(
+        _fp8(0, 0),
+        {"quant_method": "modelopt", "producer": {"name": "modelopt"}, **_MODELOPT},
+        says="14 of 8-bit floats with one scale; they are widened to the dtype of the model as they are loaded;"
+        " activations are not quantized",
+    ),
+    "fp8-modelopt-old": Form(
+        _fp8(0, 0),
+        {"producer": {"name": "modelopt"}, "quantization": _MODELOPT},
+        "hf_quant_config.json",
+    ),
     "fp8-channel": Form(_fp8(1, 0), {**_FP8, "quant_method": "fbgemm_fp8"}),
     "fp8-blocks": Form(
         _fp8(24, 16, ".weight_scale_inv"),
@@ -339,6 +391,9 @@ FORMS: Mapping[str, Form] = {
         says="10 of 8-bit floats with blocks of 24 x 16, 4 of 8-bit floats with blocks of 16 x 16",
     ),
     "nf4": Form(_table(double=False), _BNB),
+    "nf4-bf16": Form(
+        _table(double=False, storage=torch.bfloat16), {**_BNB, "bnb_4bit_quant_storage": "bfloat16"}
+    ),
     "nf4-double": Form(
         _table(double=True),
         {**_BNB, "bnb_4bit_use_double_quant": True},

@@ -37,8 +37,11 @@ from varlen.models.checkpoint.files import (
 
 # Fields of config.json that say how weights are quantized; files of the tools that made a folder, with their method.
 FIELDS = ("quantization_config", "compression_config")
-_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_UNQUANTIZED = "take the checkpoint that it was made of"
+_FILES: Mapping[str, str] = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 # Names of fields in other releases.
 _OLD_NAMES = {
     "w_bit": "bits",
@@ -47,34 +50,50 @@ _OLD_NAMES = {
     "version": "checkpoint_format",
     "ignored_layers": "modules_to_not_convert",
 }
-# By method, the fields that change no weight: of training, of kernels, and those that its tensors say too.
-_HARMLESS: Mapping[str, str] = {
-    "awq": "modules_to_not_convert lm_head do_fuse fuse_max_seq_len modules_to_fuse exllama_config backend zero_point"
-    " sym true_sequential damp_percent meta model_name_or_path model_file_base_name",
-    "gptq": "sym true_sequential static_groups damp_percent damp_auto_increment dataset tokenizer model_seqlen"
+# By method, the fields that change no weight: of training, of kernels, and those that its tensors say too. Tools write
+# fields of GPTQ for AWQ.
+_OF_WORDS = (
+    "zero_point sym true_sequential static_groups damp_percent damp_auto_increment dataset tokenizer model_seqlen"
     " model_name_or_path model_file_base_name block_name_to_quantize module_name_preceding_first_block batch_size"
     " pad_token_id use_cuda_fp16 use_exllama disable_exllama exllama_config max_input_length cache_block_outputs"
-    " modules_in_block_to_quantize modules_to_not_convert lm_head meta backend act_group_aware mse",
-    "compressed-tensors": "ignore quantization_status global_compression_ratio version run_compressed",
-    "fp8": "modules_to_not_convert activation_scale_ub",
+    " modules_in_block_to_quantize modules_to_not_convert lm_head meta backend act_group_aware mse do_fuse"
+    " fuse_max_seq_len modules_to_fuse autoround_version packing_format to_quant_block_names iters lr minmax_lr"
+    " nsamples seqlen amp scale_dtype low_gpu_mem_usage gradient_accumulate_steps enable_minmax_tuning"
+    " enable_norm_bias_tuning enable_quanted_input model_free"
+)
+_HARMLESS: Mapping[str, str] = {
+    "awq": _OF_WORDS,
+    "gptq": _OF_WORDS,
+    "compressed-tensors": "ignore quantization_status global_compression_ratio version run_compressed provider",
+    "fp8": "modules_to_not_convert activation_scale_ub scale_fmt producer ignore exclude_modules kv_cache_quant_algo",
     "bitsandbytes": "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant"
     " llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold"
     " load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit",
 }
 _FIXED: Mapping[str, Mapping[str, object]] = {
-    "awq": {"pack_dtype": "int32", "desc_act": False},
-    "gptq": {"pack_dtype": "int32", "is_marlin_format": False},
-    "fp8": {"fmt": "e4m3"},
+    "awq": {"pack_dtype": "int32", "desc_act": False, "data_type": "int"},
+    "gptq": {"pack_dtype": "int32", "is_marlin_format": False, "data_type": "int"},
+    "fp8": {"fmt": "e4m3", "quant_algo": "FP8", "expert_dtype": "fp8"},
 }
 # Fields that are read, of any method.
 _READ = (
     "quant_method bits group_size checkpoint_format desc_act dynamic format config_groups kv_cache_scheme"
-    " sparsity_config transform_config activation_scheme weight_block_size "
+    " sparsity_config transform_config activation_scheme weight_block_size extra_config "
 )
-_METHODS = {**{name: name for name in _HARMLESS}, "fbgemm_fp8": "fp8"}
+_METHODS = {name: name for name in _HARMLESS}
+_METHODS |= {"fbgemm_fp8": "fp8", "modelopt": "fp8", "auto-round": "gptq"}
+# Layouts of auto-round.
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+}
+_PACKINGS |= {"auto_round:awq": "awq", "auto_round:gptq:exllamav2": "gptq"}
 _CT_FORMATS = dict.fromkeys(
     "pack-quantized int-quantized float-quantized naive-quantized mixed-precision dense".split()
 )
+# Bits of layers that auto-round names although they stay floats.
+_FLOAT_BITS = 16
 # What is added to stored zero points.
 _WORD_FORMATS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}
 
@@ -99,14 +118,14 @@ class Quantization:
 
     Attributes:
         blocks: outputs and inputs that share a scale, as they may be; 0 stands for all.
-        bits: bits of a code; None where the tensors say it.
+        bits: bits of codes in words, as they may be.
         zero_offset: number that is added to a stored zero point.
         floats: values beside weights that the method rounds, and this version does not.
     """
 
     method: str
     blocks: frozenset[tuple[int, int]]
-    bits: int | None = None
+    bits: tuple[int, ...] = ()
     zero_offset: int = 0
     is_ordered: bool = False
     floats: tuple[str, ...] = ()
@@ -125,36 +144,46 @@ def read_quantization(folder: Path) -> Quantization | None:
             return _read(config[name], f"{name} of config.json", config)
     for name, method in _FILES.items():
         if has_file(folder, name):
-            return _read({"quant_method": method, **read_object(folder, name)}, name, config)
+            given = read_object(folder, name)
+            if isinstance(own := given.get("quantization"), dict):
+                given = own
+            return _read({"quant_method": method, **given}, name, config)
     return None
 
 
 def _read(given: object, name: str, config: Json) -> Quantization:
+    try:
+        return _read_method(given, name, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; take the checkpoint that it was made of") from None
+
+
+def _read_method(given: object, name: str, config: Json) -> Quantization:
     if not isinstance(given, dict):
         raise CheckpointError(f"{name} is {show(given)}; allowed: an object")
     method = given.get("quant_method")
     if method is None and any(given.get(f"load_in_{bits}bit") for bits in (4, 8)):
         method = "bitsandbytes"
-    if not isinstance(method, str) or method.lower() not in _METHODS:
+    tool = str(method).lower().removeprefix("intel/")
+    if tool not in _METHODS:
         raise CheckpointError(
-            f"{name} has quant_method {show(method)}; allowed: {', '.join(_METHODS)}; {_UNQUANTIZED}"
+            f"{name} has quant_method {show(method)}; allowed: {', '.join(_METHODS)}"
         )
-    method = _METHODS[method.lower()]
+    method = _METHODS[tool]
+    if tool == "auto-round":
+        given = {**given, "packing_format": given.get("packing_format") or given.get("backend")}
+        method = read_choice(given, "packing_format", _PACKINGS, default="", name=name)
     if config.get("model_type") == "gpt2" and method != "gptq":
-        raise CheckpointError(
-            f"{name} has quant_method {show(method)}; allowed for a gpt2: gptq; {_UNQUANTIZED}"
-        )
+        raise CheckpointError(f"{name} has quant_method {show(method)}; allowed for a gpt2: gptq")
     is_compressed = method == "compressed-tensors"
     names = {} if is_compressed else _OLD_NAMES
     fields: Json = {names.get(str(key), str(key)): value for key, value in given.items()}
     known = (_READ + _HARMLESS[method]).split()
-    check_fields(
-        fields, name, known=known, fixed=_FIXED.get(method, {}), remedy=f"; {_UNQUANTIZED}"
-    )
+    check_fields(fields, name, known=known, fixed=_FIXED.get(method, {}))
     if is_compressed:
         return _compressed(fields, name)
     if method == "fp8":
-        static = fields.get("activation_scheme")
+        static = fields.get("activation_scheme", fields.get("quant_algo"))
         floats = ("activations",) if static is not None or "activation_scale_ub" in fields else ()
         block = fields.get("weight_block_size")
         blocks = {(0, 0), (1, 0)} if block is None else {_pair(block, "weight_block_size", name)}
@@ -166,23 +195,34 @@ def _read(given: object, name: str, config: Json) -> Quantization:
 
 
 def _of_words(given: Json, name: str, method: str) -> Quantization:
-    bits, allowed = given.get("bits"), (4,) if method == "awq" else (4, 8)
-    if bits not in allowed or isinstance(bits, bool):
-        raise CheckpointError(
-            f"{name} has bits {show(bits)}; allowed: {' or '.join(map(str, allowed))}; {_UNQUANTIZED}"
-        )
     forms = _WORD_FORMATS[method]
     form = str(given.get("checkpoint_format") or next(iter(forms))).lower()
     offset = read_choice({"format": form}, "format", forms, default="", name=name)
-    changed = given.get("dynamic") or {}
-    if not isinstance(changed, dict) or not all(each.startswith("-:") for each in changed):
-        raise CheckpointError(
-            f"{name} has dynamic {show(changed)}, layers of other bits; allowed: layers that stay floats;"
-            f" {_UNQUANTIZED}"
-        )
-    group = _size(given.get("group_size", -1), "group_size", name)
     is_ordered = read_flag(given, "desc_act", default=False, name=name)
-    return Quantization(method, frozenset({(1, group)}), bits, offset, is_ordered)
+    allowed: tuple[int, ...] = (4,) if method == "awq" else (4, 8)
+    blocks = set()
+    for rule in _rules(given, name):
+        if (bits := rule.get("bits")) not in allowed:
+            raise CheckpointError(
+                f"{name} has bits {show(bits)}; allowed: {' or '.join(map(str, allowed))}"
+            )
+        blocks.add((1, _size(rule.get("group_size", -1), "group_size", name)))
+    return Quantization(method, frozenset(blocks), allowed, offset, is_ordered)
+
+
+def _rules(given: Json, name: str) -> Iterator[Json]:
+    """Yield the fields, and the fields of each layer that differs and is no float."""
+    yield given
+    for own in ("dynamic", "extra_config"):
+        for layer, changed in _objects(given.get(own) or {}, own, name).items():
+            if not layer.startswith("-:") and changed.get("bits") != _FLOAT_BITS:
+                yield {**given, **changed}
+
+
+def _objects(value: object, field: str, name: str) -> Mapping[str, Json]:
+    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
+        raise CheckpointError(f"{name} has {field} {show(value)}; allowed: objects by name")
+    return value
 
 
 def _compressed(given: Json, name: str) -> Quantization:
@@ -192,16 +232,12 @@ def _compressed(given: Json, name: str) -> Quantization:
         # writers add an object that sets nothing
         is_set = not isinstance(value, dict) or value.get("config_groups")
         if is_set or value.get("format", "dense") != "dense":
-            raise CheckpointError(f"{name} has {own} {show(value)}; allowed: {{}}; {_UNQUANTIZED}")
-    groups = given.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
-        raise CheckpointError(f"{name} has config_groups {show(groups)}; allowed: objects by name")
-    sides = [
-        each.get(f"{side}_activations") for each in groups.values() for side in ("input", "output")
-    ]
+            raise CheckpointError(f"{name} has {own} {show(value)}; allowed: {{}}")
+    groups = _objects(given.get("config_groups"), "config_groups", name).values()
+    sides = [each.get(f"{side}_activations") for each in groups for side in ("input", "output")]
     rounded = {"activations": sides, "KV caches": [given.get("kv_cache_scheme")]}
     floats = tuple(what for what, schemes in rounded.items() if not all(map(is_off, schemes)))
-    blocks = frozenset(block for each in groups.values() for block in _blocks_of(each, name))
+    blocks = frozenset(block for each in groups for block in _blocks_of(each, name))
     return Quantization("compressed-tensors", blocks, floats=floats)
 
 
@@ -217,7 +253,7 @@ def _blocks_of(group: Json, name: str) -> Iterator[tuple[int, int]]:
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)) or weights.get("dynamic"):
         raise CheckpointError(
             f"{name} has weights of type {show(kind)} with num_bits {show(bits)}; allowed: int with 4 or 8, float with"
-            f" 8, none dynamic; {_UNQUANTIZED}"
+            " 8, none dynamic"
         )
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("tensor" if size is None else "group")

@@ -49,7 +49,7 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 # Parts that only round activations, or keys and values of caches.
 _OF_ACTIVATIONS = tuple(
     f".{name}_{what}"
-    for name in ("input", "output", "q", "k", "v")
+    for name in ("input", "output", "q", "k", "v", "kv")
     for what in ("scale", "zero_point", "scale_ub")
 )
 _DAMAGED = "the checkpoint is damaged: download it again"
@@ -178,12 +178,10 @@ class QuantizedTensor:
             return CodeBlocks(codes, self._factors(read).view(features, -1), None, 4, table)
         order = None if self.order is None else self._groups(read(self.order))
         if order is not None:
-            order = None if order.equal(groups := torch.arange(hidden) // size) else order
-        if order is not None:
-            places = order.argsort(stable=True)
+            groups, places = torch.arange(hidden) // size, order.argsort(stable=True)
             if not order[places].equal(groups):
                 return None
-            order = places
+            order = None if order.equal(groups) else places
         codes, scale = self._codes(read(self.codes)), self._by_output(read(self.scale)).float()
         scale, zero = scale / self.divisor, self._zero_points(read)
         middle = 1 << (self.bits - 1)
@@ -360,22 +358,25 @@ class _Joiner:
 
     def _words(self, name: str) -> None:
         module, by = name.removesuffix(".qweight"), self.by
-        is_awq, bits = by.method == "awq", by.bits or 4
+        is_awq, order = by.method == "awq", None
         codes = self._take(name, ("I32",), 2)
-        rows, columns = codes.shape
-        shape = (columns * (_WORD // bits), rows) if is_awq else (columns, rows * (_WORD // bits))
-        order = None
+        scale = self._take(f"{module}.scales", FLOATS, 2)
+        zero = self._take(f"{module}.qzeros", ("I32",), 2)
+        (rows, columns), outputs = codes.shape, scale.shape[1]
+        # layers may have bits of their own
+        bits, left = divmod(zero.shape[1] * _WORD, outputs)
+        if left or bits not in by.bits:
+            allowed = " or ".join(map(str, by.bits))
+            raise self._error(zero, f"words of {allowed} bits of {outputs} outputs")
+        count = _WORD // bits
+        shape = (columns * count, rows) if is_awq else (columns, rows * count)
         if not is_awq and (by.is_ordered or f"{module}.g_idx" in self.left):
             order = self._take(f"{module}.g_idx", ("I32", "I64"), 1)
-            if 0 <= shape[1] - order.shape[0] < _WORD // bits:
+            if 0 <= shape[1] - order.shape[0] < count:
                 shape = shape[0], order.shape[0]
             self._check(order, (shape[1],))
-        scale = self._take(f"{module}.scales", FLOATS, 2)
         block = self._block(scale, shape, scale.shape[::-1])
-        zero = self._take(f"{module}.qzeros", ("I32",), 2)
-        self._check(zero, (scale.shape[0], -(-shape[0] * bits // _WORD)))
-        if shape[0] * bits % _WORD:
-            raise self._error(codes, f"outputs that fill words ({_WORD // bits} a word)")
+        self._check(zero, (scale.shape[0], outputs // count))
         self._add(
             module,
             QuantizedTensor(
@@ -547,13 +548,11 @@ def describe(
     headers: Iterable[TensorHeader], quantization: Quantization, *, keeps_codes: bool
 ) -> str:
     """Return a sentence about the quantized weights among headers."""
-    headers = [each for each in headers if each.quantized is not None]
-    counts = Counter(each.quantized.shown for each in headers if each.quantized is not None)
+    found = [each.quantized for each in headers if each.quantized is not None]
+    counts = Counter(each.shown for each in found)
     kinds = ", ".join(f"{count} of {shown}" for shown, count in counts.most_common())
     also = " and ".join(quantization.floats)
-    is_kept = keeps_codes and any(
-        each.quantized is not None and each.quantized.has_blocks for each in headers
-    )
+    is_kept = keeps_codes and any(each.has_blocks for each in found)
     kept = "a CPU keeps the codes of linear layers; others" if is_kept else "they"
     return (
         f"weights quantized by {quantization.method}: {kinds or 'none'}; {kept} are widened to the dtype of the model"

@@ -1,11 +1,13 @@
 """Quantized checkpoints of every served form, whole and damaged."""
 
+import json
 import logging
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.backend.models.paged import run_in_chunks
 from tests.backend.refusals import refused_checkpoint as refused
@@ -196,7 +198,17 @@ def state(text):
 DAMAGED = {
     "awq-no-scales": ("awq", drop(".scales"), f'no tensor "{LAYER}.scales", which a weight'),
     "awq-no-zeros": ("awq", drop(".qzeros"), f'no tensor "{LAYER}.qzeros"'),
-    "awq-narrow-zeros": ("awq", put(".qzeros", lambda x: x[:, :1]), "I32 [2, 1]; allowed: [2, 4]"),
+    "awq-narrow-zeros": (
+        "awq",
+        put(".qzeros", lambda x: x[:, :1]),
+        "I32 [2, 1]; allowed: words of 4 bits of 32 outputs",
+    ),
+    "gptq-zeros-of-2-bits": (
+        "gptq",
+        put(".qzeros", lambda x: x[:, ::2]),
+        "I32 [2, 2]; allowed: words of 4 or 8 bits of 32 outputs",
+    ),
+    "gptq-fewer-zeros": ("gptq", put(".qzeros", lambda x: x[:1]), "I32 [1, 4]; allowed: [2, 4]"),
     "awq-fewer-scales": (
         "awq",
         put(".scales", lambda x: x[:1]),
@@ -258,17 +270,37 @@ def test_a_damaged_checkpoint_is_refused(damaged, form, change, message):
 
 CONFIGS = [
     ("awq", {"bits": 3}, "quantization_config of config.json has bits 3; allowed: 4; take the"),
-    ("awq", {"version": "gemv"}, 'has format "gemv"; allowed: gemm'),
+    ("awq", {"version": "gemv"}, 'has format "gemv"; allowed: gemm; take the checkpoint that it'),
     ("awq", {"group_size": 0}, "has group_size 0; allowed: -1, or whole numbers from 1"),
     ("awq", {"group_size": 1 << 70}, "F16 [4, 32]; allowed: scales by output and input [32, 1]"),
     ("awq", {"rotation": "x"}, 'the field "rotation" ("x"), which this version does not know'),
     ("gptq", {"bits": 2}, "has bits 2; allowed: 4 or 8"),
     ("gptq", {"checkpoint_format": "marlin"}, 'has format "marlin"; allowed: gptq'),
     ("gptq", {"is_marlin_format": True}, "has is_marlin_format true; allowed: false"),
-    ("gptq", {"dynamic": {"mlp": {"bits": 8}}}, "layers of other bits; allowed: layers that stay"),
+    (
+        "gptq",
+        {"dynamic": {"+:mlp": {"bits": 2}}},
+        "has bits 2; allowed: 4 or 8; take the checkpoint",
+    ),
+    (
+        "gptq",
+        {"dynamic": {"+:mlp": 2}},
+        'has dynamic {"+:mlp": 2}; allowed: objects by name; take',
+    ),
+    ("gptq", {"dynamic": ["mlp"]}, 'has dynamic ["mlp"]; allowed: objects by name'),
+    ("auto-round", {"bits": 2}, "has bits 2; allowed: 4 or 8"),
+    ("auto-round", {"data_type": "mx_fp"}, 'has data_type "mx_fp"; allowed: "int"; take the check'),
+    (
+        "auto-round",
+        {"packing_format": "auto_round:llm_compressor"},
+        'has packing_format "auto_round:llm_compressor"; allowed: auto_round:auto_gptq, auto_round:gptq',
+    ),
+    (
+        "fp8-modelopt",
+        {"quant_algo": "NVFP4"},
+        'has quant_algo "NVFP4"; allowed: "FP8"; take the che',
+    ),
     ("gptq", {"group_size": 8}, "F16 [4, 32]; allowed: scales by output and input [32, 8]"),
-    ("gptq", {"quant_method": "exl3"}, 'has quant_method "exl3"; allowed: awq, gptq, compressed-'),
-    ("gptq", {"quant_method": "torchao"}, 'has quant_method "torchao"; allowed: awq, gptq'),
     (
         "int8",
         {"format": "nvfp4-pack-quantized"},
@@ -289,6 +321,23 @@ def test_a_configuration_that_is_not_served_is_refused(saved, tmp_path, form, ch
 
     with refused(message):
         load(folder)
+
+
+# Methods of transformers 5.23, vLLM and exllama.
+OTHERS = (
+    "aqlm bitblas bitnet eetq exl3 fouroversix fp_quant gemma gguf higgs hqq marlin metal mxfp4 mxfp8 nvfp4 qqq quanto"
+    " quark sinq spqr torchao vptq"
+)
+
+
+@pytest.mark.parametrize("method", OTHERS.split())
+def test_another_method_is_refused_by_its_name(folder, method):
+    set_fields(folder, "config.json", quantization_config={"quant_method": method, "bits": 4})
+
+    with refused(f'has quant_method "{method}"; allowed: awq, gptq, compressed-') as error:
+        Checkpoint.open(folder)
+
+    assert str(error.value).endswith("; take the checkpoint that it was made of")
 
 
 @pytest.mark.parametrize(
@@ -335,8 +384,32 @@ def test_a_gpt2_whose_layers_are_saved_by_output_answers_as_with_floats(tmp_path
 
 
 # As checkpoints of the hub have it: Qwen2.5-0.5B-Instruct-AWQ, Mistral-7B-Instruct-v0.2-GPTQ of TheBloke,
-# Llama-3.2-1B-Instruct-bnb-4bit of unsloth, Qwen3-0.6B-FP8, and a w4a16 of Red Hat AI.
+# Llama-3.2-1B-Instruct-bnb-4bit of unsloth, Qwen3-0.6B-FP8, a w4a16 of Red Hat AI, and a model of OPEA.
 HUB = {
+    "auto-round": {
+        "amp": True,
+        "autoround_version": "0.4.2.dev",
+        "backend": "auto_round:gptq:exllamav2",
+        "batch_size": 8,
+        "bits": 4,
+        "data_type": "int",
+        "dataset": "NeelNanda/pile-10k",
+        "enable_minmax_tuning": True,
+        "enable_norm_bias_tuning": False,
+        "enable_quanted_input": True,
+        "gradient_accumulate_steps": 1,
+        "group_size": 128,
+        "iters": 200,
+        "low_gpu_mem_usage": False,
+        "lr": 0.005,
+        "minmax_lr": 0.005,
+        "nsamples": 128,
+        "quant_method": "intel/auto-round",
+        "scale_dtype": "torch.float16",
+        "seqlen": 2048,
+        "sym": True,
+        "to_quant_block_names": [["model.layers.0", "model.layers.1"]],
+    },
     "awq": {
         "bits": 4,
         "group_size": 128,
@@ -410,5 +483,24 @@ def test_the_fields_of_the_hub_are_known(folder, method):
 
     found = Checkpoint.open(folder).quantization
 
-    assert found.method == method
+    assert found.method == ("gptq" if method == "auto-round" else method)
     assert found.floats == (("activations",) if method == "fp8" else ())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.AutoRoundConfig(),
+        transformers.AwqConfig(),
+        transformers.BitsAndBytesConfig(load_in_4bit=True),
+        transformers.BitsAndBytesConfig(load_in_8bit=True),
+        transformers.FbgemmFp8Config(),
+        transformers.FineGrainedFP8Config(),
+        transformers.GPTQConfig(bits=4),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_the_fields_that_transformers_writes_are_known(folder, config):
+    set_fields(folder, "config.json", quantization_config=json.loads(config.to_json_string(False)))
+
+    assert Checkpoint.open(folder).quantization is not None
