@@ -503,17 +503,24 @@ class Jobs:
         try:
             while jobs := self._folder.open_jobs(owner):
                 try:
-                    await self._run(jobs[0])
-                except BatchFileError as error:
-                    self._fail(jobs[0], *error.args)
+                    await self._run_or_fail(jobs[0])
                 except OSError as error:
                     _LOG.warning("%s: %s; it goes on later", jobs[0]["id"], error)
                     await asyncio.sleep(_RETRY_SECONDS)
-                except Exception:
-                    _LOG.exception("%s failed", jobs[0]["id"])
-                    self._fail(jobs[0], "the gateway failed; its log has the reason")
         finally:
             del self._workers[owner]
+
+    async def _run_or_fail(self, job: Record) -> None:
+        """Run a job to its end; raises OSError if its files cannot be written now."""
+        try:
+            await self._run(job)
+        except OSError:
+            raise
+        except BatchFileError as error:
+            self._fail(job, *error.args)
+        except Exception:
+            _LOG.exception("%s failed", job["id"])
+            self._fail(job, "the gateway failed; its log has the reason")
 
     async def _run(self, job: Record) -> None:
         """Run a job to its end, from where it is."""

@@ -308,6 +308,33 @@ def test_answers_wait_for_a_disk_that_is_full(running, monkeypatch):
     assert next(free, None) is None
 
 
+def test_a_failure_that_cannot_be_written_stops_no_later_batch(running, monkeypatch):
+    monkeypatch.setattr(batches, "_RETRY_SECONDS", 0.0)
+    save, start, both_are_there = batches.Folder.save, batches.Jobs._run, asyncio.Event()
+
+    async def waits(self, job):
+        await both_are_there.wait()
+        await start(self, job)
+
+    def without_failures(self, record):
+        if record.get("status") == "failed":
+            raise OSError("the disk is full")
+        save(self, record)
+
+    monkeypatch.setattr(batches.Jobs, "_run", waits)
+    monkeypatch.setattr(batches.Folder, "save", without_failures)
+
+    async def run():
+        async with running() as client:
+            wrong, later = await create(client, b"{"), await create(client, lines("a"))
+            both_are_there.set()
+            return await ended(client, wrong), await ended(client, later)
+
+    wrong, later = asyncio.run(asyncio.wait_for(run(), 60))
+
+    assert (wrong.status, later.status) == ("failed", "completed")
+
+
 @pytest.mark.parametrize("limit", ["0", "x", "-1", "10001", "1" * 5000])
 def test_a_wrong_limit_of_a_list_is_refused(running, limit):
     async def run():
