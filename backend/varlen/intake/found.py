@@ -393,7 +393,7 @@ def _cut(
 
     Tokens that the tokenizer adds at the end stay.
     """
-    last = int(np.flatnonzero(word_of_token >= 0)[-1]) + 1
+    last = int(np.flatnonzero(word_of_token >= 0).max(initial=-1)) + 1
     room = max_tokens - (len(ids) - last)
     # the word that has no room for all its tokens
     first_cut = int(word_of_token[room]) if 0 <= room < last else before

@@ -347,6 +347,9 @@ def test_labels_apart_are_bounded(make):
             encoder.extract(["a"], [f"{'x ' * 200}{number}" for number in range(256)])
         with refused_request("no token is left for the text; 2 tokens are read"):
             encoder.extract(["the cat"], ["x"], truncate_prompt_tokens=2)
+        with refused_request("no token is left for the text; 1 tokens are read"):
+            # it has no tokens but special ones
+            encoder.extract([""], ["x"], truncate_prompt_tokens=1)
         with refused_request("text has 3002 tokens; this model takes at most 2048"):
             encoder.extract(["a b " * 1500], ["x"])
 
