@@ -29,7 +29,7 @@ def test_the_quality_is_shown_and_stored(checkpoint, tmp_path):
     assert "8 of 8" in result.output
 
 
-STAGES = ["loading", "running texts", "choosing codes", "measuring the quality"]
+STAGES = ["loading", "choosing codes", "measuring the quality"]
 
 
 def test_a_terminal_shows_each_stage(checkpoint, monkeypatch):

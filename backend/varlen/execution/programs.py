@@ -413,12 +413,15 @@ class Steps:
     def __init__(self, loading: _Loading, stage: StageLayers | None) -> None:
         self._loading, self._stage = loading, stage
         self._has_sources = loading.checkpoint.translate is not None
-        self._model = self._load(loading.dtype)
+        if loading.codes is None and loading.config.dtype in BITS:
+            self._calibrated = CalibratedDecoder(self._calibration_steps, loading.checkpoint)
+        else:
+            self._load(loading.dtype)
         self.vocab_size = self._model.token_table.vocab_size
 
     def _load(self, dtype: torch.dtype) -> DecoderModel | EncoderDecoderModel:
         loading = self._loading
-        return load_decoder(
+        model = load_decoder(
             loading.checkpoint,
             dtype,
             loading.weights_device,
@@ -426,6 +429,12 @@ class Steps:
             self._stage,
             keeps_codes=loading.keeps_codes,
         )
+        if dtype == loading.dtype:
+            self._model = model
+        return model
+
+    def _calibration_steps(self, dtype: torch.dtype) -> tuple[Program, ...]:
+        return record_steps(self._load(dtype), calibration_kv(dtype))
 
     @staticmethod
     def cost_fields(task: Task) -> dict[str, str]:  # noqa: ARG004
@@ -458,12 +467,7 @@ class Steps:
     def to_int8(
         self, programs: Sequence[Program], cache: Path | None, bits: WeightBits, cores: int
     ) -> tuple[Program, ...]:
-        def record(dtype: torch.dtype) -> tuple[Program, ...]:
-            model = self._model if dtype == self._loading.dtype else self._load(dtype)
-            return record_steps(model, calibration_kv(dtype))
-
-        calibrated = CalibratedDecoder(record, self._loading.checkpoint)
-        return to_int8(calibrated, programs, cache, bits, cores)
+        return to_int8(self._calibrated, programs, cache, bits, cores)
 
 
 def record_steps(

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,6 @@ from varlen_kernels.reference.linear_int8 import (
     OUTLIERS,
     SMALLEST_SCALE,
     Int8Weight,
-    WeightCodes,
     nearest_codes,
 )
 from varlen_kernels.reference.linear_layers import CodedWeight, LinearWeight
@@ -76,17 +75,6 @@ class QuantizedLayer:
         return result
 
 
-class LayerCodes(NamedTuple):
-    """The codes of a linear layer's weight.
-
-    Attributes:
-        outliers: `[OUTLIERS]` int64, ascending columns of its input that stay in fp32.
-    """
-
-    outliers: Tensor
-    chosen: WeightCodes
-
-
 def layer_key(weight: object, bias: object) -> LayerKey:
     """Return the key of a linear layer; layers may share a weight."""
     return id(weight), id(bias)
@@ -104,17 +92,6 @@ def linear_weights(programs: Sequence[Program]) -> dict[LayerKey, tuple[Tensor, 
             if weight.shape[0] > OUTLIERS:
                 layers[layer_key(weight, bias)] = weight, bias
     return layers
-
-
-def quantize_layers(
-    programs: Sequence[Program], codes: Mapping[LayerKey, LayerCodes], bits: WeightBits = 8
-) -> dict[LayerKey, QuantizedLayer]:
-    """Return the int8 form of linear layers."""
-    product, layers = product_of(bits), linear_weights(programs)
-    return {
-        key: QuantizedLayer(product.kernel, product.quantize(*layers[key], *chosen))
-        for key, chosen in codes.items()
-    }
 
 
 def product_of(bits: WeightBits) -> "Int8Product":
@@ -311,7 +288,10 @@ def compare_vectors(
     vectors: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
 ) -> VectorQuality:
     """Return the quality of vectors, `[texts, hidden]`; at least three texts."""
-    ours, theirs = _normalized(vectors), _normalized(expected)
+    ours, theirs = (
+        each / np.linalg.norm(each, axis=1, keepdims=True)
+        for each in (vectors.astype(np.float64), expected.astype(np.float64))
+    )
     cosines = (ours * theirs).sum(1)
     pairs = np.triu_indices(len(ours), 1)
     similarities = [(each @ each.T)[pairs] for each in (ours, theirs)]
@@ -330,32 +310,24 @@ def compare_logits(texts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> LogitQuali
     Args:
         texts: int8 logits and fp32 logits of each text, `[tokens, vocabulary]`, and its token ids, `[tokens]`.
     """
-    count = tokens = followed = 0
-    divergence = same = ours_lost = theirs_lost = 0.0
+    sums = np.zeros(7)
     for logits, expected, token_ids in texts:
         ours, theirs = logits.log_softmax(1), expected.log_softmax(1)
         # a token that is never chosen adds nothing
-        terms = theirs.exp() * (theirs - ours)
-        divergence += float(terms.masked_fill(theirs.isneginf(), 0).sum())
-        same += int((ours.argmax(1) == theirs.argmax(1)).sum())
+        terms = (theirs.exp() * (theirs - ours)).masked_fill_(theirs.isneginf(), 0)
         following = token_ids[1:, None].long()
-        ours_lost -= float(ours[:-1].gather(1, following).sum())
-        theirs_lost -= float(theirs[:-1].gather(1, following).sum())
-        count, tokens, followed = count + 1, tokens + len(ours), followed + len(following)
-    return LogitQuality(
-        count,
-        tokens,
-        divergence / max(tokens, 1),
-        same / max(tokens, 1),
-        float(np.exp(ours_lost / max(followed, 1))),
-        float(np.exp(theirs_lost / max(followed, 1))),
-    )
-
-
-def _normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    exact = vectors.astype(np.float64)
-    normalized: npt.NDArray[np.float64] = exact / np.linalg.norm(exact, axis=1, keepdims=True)
-    return normalized
+        sums += [
+            1,
+            len(ours),
+            len(following),
+            float(terms.sum()),
+            int((ours.argmax(1) == theirs.argmax(1)).sum()),
+            *(-float(each[:-1].gather(1, following).sum()) for each in (ours, theirs)),
+        ]
+    count, tokens, followed, divergence, same, *lost = sums.tolist()
+    perplexities = np.exp(np.array(lost) / max(followed, 1)).tolist()
+    rates = divergence / max(tokens, 1), same / max(tokens, 1)
+    return LogitQuality(int(count), int(tokens), *rates, *perplexities)
 
 
 # To be increased when the file has other fields, or stored codes are worse than new ones.

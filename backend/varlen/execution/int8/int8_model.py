@@ -20,7 +20,6 @@ from varlen.execution.device import checkpoint_hash
 from varlen.execution.int8.calibration import (
     Calibration,
     LayerCalibration,
-    LayerCodes,
     LayerKey,
     Quality,
     QuantizedLayer,
@@ -28,7 +27,6 @@ from varlen.execution.int8.calibration import (
     file_name,
     linear_weights,
     product_of,
-    quantize_layers,
     use_int8,
 )
 from varlen.execution.int8.calibration_texts import TEXTS
@@ -71,6 +69,7 @@ class CalibratedModel(Protocol[_Answer]):
         longest: longest text, in tokens; longer ones are cut.
         most_texts: largest batch, in texts.
         seen_tokens, measured_tokens: most tokens of a batch that calibrates, and that measures quality.
+        enough_tokens: tokens that tell the quality to a load.
     """
 
     name: str
@@ -82,6 +81,7 @@ class CalibratedModel(Protocol[_Answer]):
     most_texts: int
     seen_tokens: int
     measured_tokens: int
+    enough_tokens: int
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
         """Return what the model runs for texts of these token ids."""
@@ -90,6 +90,9 @@ class CalibratedModel(Protocol[_Answer]):
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[_Answer]:
         """Yield the answers of one batch."""
+
+    def observe(self, kernels: object, prompts: Sequence[Prompt]) -> None:
+        """Run `served` over a batch."""
 
     def compare(
         self, answers: Iterator[_Answer], expected: Iterator[_Answer], prompts: Sequence[Prompt]
@@ -146,12 +149,15 @@ def calibrate(
     bits: WeightBits = 8,
     on_progress: OnProgress = lambda *_: None,
     cores: int = 0,
+    *,
+    is_load: bool = False,
 ) -> Calibration:
     """Return the calibration of a model on this CPU.
 
     Args:
         texts: LEAST_TEXTS or more; every second one measures the quality.
         cores: cores to use; 0 is torch's number of threads.
+        is_load: whether only `enough_tokens` measure it.
     """
     cores = cores or torch.get_num_threads()
     # each core has work of its own: threads of one product would wait for each other
@@ -161,23 +167,18 @@ def calibrate(
         has_texts = len(known) >= LEAST_TEXTS
         seen = _batches(model.prompts([*known[::2], *random]), model.most_texts, model.seen_tokens)
         held_out = model.prompts(known[1::2] if has_texts else random)
+        if is_load:
+            held_out, *_ = _batches(held_out, len(held_out), model.enough_tokens)
         measured = _batches(held_out, model.most_texts, model.measured_tokens)
 
-        def run(
-            stage: str,
-            programs: Sequence[Program],
-            kernels: object,
-            batches: Sequence[Sequence[Prompt]],
-        ) -> Iterator[_Answer]:
-            answers = (each for batch in batches for each in model.run(programs, kernels, batch))
-            for done, answer in enumerate(answers, 1):
-                on_progress(stage, done, sum(map(len, batches)))
-                yield answer
-
         def run_seen(kernels: object) -> None:
-            deque(run("running texts", model.served, kernels, seen), 0)
+            for batch in seen:
+                model.observe(kernels, batch)
 
-        expected = _ahead([partial(model.run, model.programs, cpu, batch) for batch in measured])
+        def answers(programs: Sequence[Program]) -> Iterator[_Answer]:
+            return _ahead([partial(model.run, programs, cpu, batch) for batch in measured])
+
+        expected = answers(model.programs)
         found = calibrate_layers(
             model.programs,
             model.served,
@@ -188,10 +189,15 @@ def calibrate(
             cores=cores,
         )
         programs = _use_int8(model, model.served, _quantized(model.programs, found, bits))
-        answers = run("measuring the quality", programs, cpu, measured)
-        quality = model.compare(answers, expected, held_out)
-        hashes, levels = _hashes_of(model), product_of(bits).levels
-        return Calibration(*hashes, bits, levels, tuple(found.values()), quality)
+
+        def reported() -> Iterator[_Answer]:
+            for done, answer in enumerate(answers(programs), 1):
+                on_progress("measuring the quality", done, len(held_out))
+                yield answer
+
+        quality = model.compare(reported(), expected, held_out)
+        levels = product_of(bits).levels
+        return Calibration(*_hashes_of(model), bits, levels, tuple(found.values()), quality)
 
 
 def _batches(prompts: Sequence[Prompt], texts: int, tokens: int) -> list[list[Prompt]]:
@@ -270,16 +276,10 @@ def _use_int8(
     programs: Sequence[Program],
     layers: Mapping[LayerKey, QuantizedLayer],
 ) -> tuple[Program, ...]:
-    """Return programs with layers by their keys in `model.programs`; see `to_int8`."""
+    """Return programs with layers by their keys in `model.programs`."""
     # a program may have a head behind the model
-    pairs = zip(
-        linear_weights(model.programs).items(), linear_weights(programs).items(), strict=False
-    )
-    placed = {}
-    for (of_model, (exact, _)), (key, (weight, _)) in pairs:
-        assert exact.shape == weight.shape
-        if of_model in layers:
-            placed[key] = layers[of_model]
+    pairs = zip(linear_weights(model.programs), linear_weights(programs), strict=False)
+    placed = {key: layers[of_model] for of_model, key in pairs if of_model in layers}
     return tuple(use_int8(program, placed) for program in programs)
 
 
@@ -297,7 +297,7 @@ def _calibration(
         if cached is not None and _fits(cached, model, bits):
             return cached, "from the cache"
     began = time.monotonic()
-    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores)
+    measured = calibrate(model, TEXTS, bits, _LoggedProgress(), cores, is_load=True)
     if cache is not None:
         try:
             with CacheFolder(cache).writing(name) as path:
@@ -354,11 +354,15 @@ def _fits(calibration: Calibration, model: CalibratedModel[_Answer], bits: Weigh
 def _quantized(
     programs: Sequence[Program], layers: Mapping[LayerKey, LayerCalibration], bits: WeightBits
 ) -> dict[LayerKey, QuantizedLayer]:
-    kept = {key: layer for key, layer in layers.items() if layer.error <= MAX_LAYER_ERROR[bits]}
-    codes = {
-        key: LayerCodes(layer.outliers, WeightCodes(layer.scale, layer.codes))
-        for key, layer in kept.items()
-        if layer.packed is None
+    product, weights = product_of(bits), linear_weights(programs)
+
+    def packed(key: LayerKey, layer: LayerCalibration) -> QuantizedLayer:
+        chosen = WeightCodes(layer.scale, layer.codes)
+        operand = product.quantize(*weights[key], layer.outliers, chosen)
+        return QuantizedLayer(product.kernel, operand)
+
+    return {
+        key: layer.packed or packed(key, layer)
+        for key, layer in layers.items()
+        if layer.error <= MAX_LAYER_ERROR[bits]
     }
-    packed = {key: layer.packed for key, layer in kept.items() if layer.packed is not None}
-    return packed | quantize_layers(programs, codes, bits)

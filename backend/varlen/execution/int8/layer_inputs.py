@@ -12,7 +12,7 @@ encoder reads source texts, the targets are what the model itself makes of them 
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
@@ -99,7 +99,7 @@ _SCALES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 # The difference of a widened weight from a scale times its code, by the largest weight: a few roundings of fp32.
 _ROUNDINGS = 2.0**-21
-# Columns of the input by which most other weights are told.
+# Features by which most other weights are told.
 _SAMPLE = 64
 _CPU = torch.device("cpu")
 # Longest text and longest target, in tokens; texts that are translated together.
@@ -108,8 +108,8 @@ _LONGEST_TARGET = 32
 _TEXTS_TOGETHER = 48
 # Logits of a batch that measures: 64 MiB.
 _MOST_LOGITS = 2**24
-# Logits of a batch that calibrates: 1 GiB.
-_MOST_SEEN_LOGITS = 2**28
+# Most rows of logits of a batch that calibrates.
+_LOGIT_ROWS = 1024
 # Tokens of a block; blocks of a text, and of its source.
 _BLOCK_TOKENS = 16
 _BLOCKS = _LONGEST // _BLOCK_TOKENS
@@ -276,20 +276,19 @@ def stored_codes(weight: Tensor, outliers: Tensor, bits: WeightBits = 8) -> Weig
         weight: `[hidden, features]` fp32.
         outliers: `[OUTLIERS]` int64, columns of the input that get code 0.
     """
-    most, largest = largest_code(bits), weight.abs().amax(0).clamp_min(SMALLEST_SCALE)
-    candidates = torch.stack([largest / code for code in (most + 1, most, most - 1)])
-    # a part tells at once that most weights are none
-    some = weight[:_SAMPLE]
-    differences = [((some / each).round_() * each - some).abs().amax(0) for each in candidates]
-    difference, best = torch.stack(differences).min(0)
-    if (difference > _ROUNDINGS * largest).any():
-        return None
-    scale = candidates.gather(0, best[None])[0]
-    codes = torch.empty_like(weight, dtype=torch.int8)
-    for part in _features(weight):
-        found = (weight[:, part] / scale[part]).round_()
-        lost = (found * scale[part] - weight[:, part]).abs_()
-        if found.max() > most or (lost > _ROUNDINGS * largest[part]).any():
+    most = largest_code(bits)
+    scale, codes = weight.new_empty(weight.shape[1]), torch.empty_like(weight, dtype=torch.int8)
+    # a few features tell at once that most weights are none
+    for part in (slice(_SAMPLE), *_features(weight)):
+        exact = weight[:, part]
+        largest = exact.abs().amax(0).clamp_min_(SMALLEST_SCALE)
+        candidates = torch.stack([largest / code for code in (most + 1, most, most - 1)])
+        lost, best = torch.stack(
+            [((exact / each).round_() * each - exact).abs_().amax(0) for each in candidates]
+        ).min(0)
+        scale[part] = candidates.gather(0, best[None])[0]
+        found = (exact / scale[part]).round_()
+        if found.max() > most or (lost > _ROUNDINGS * largest).any():
             return None
         codes[:, part] = found.to(torch.int8)
     return WeightCodes(scale, codes.index_fill_(0, outliers, 0))
@@ -340,10 +339,7 @@ def calibration_kv(dtype: torch.dtype) -> KvSize:
 def _in_both(
     record: Callable[[torch.dtype], tuple[Program, ...]],
 ) -> tuple[tuple[Program, ...], str, tuple[Program, ...]]:
-    """Return programs in fp32, the hash of their weights, and programs as they are served.
-
-    Both are loaded at the same time.
-    """
+    """Return programs in fp32, the hash of their weights, and programs as they are served."""
 
     def exact() -> tuple[tuple[Program, ...], str]:
         programs = record(torch.float32)
@@ -361,6 +357,8 @@ class CalibratedDecoder:
     """A model that generates, with logits of each token; see `CalibratedModel`."""
 
     name: str
+    most_texts, seen_tokens = _TEXTS_TOGETHER, _LONGEST * _TEXTS_TOGETHER
+    enough_tokens = 640
 
     def __init__(
         self, record: Callable[[torch.dtype], tuple[Program, ...]], checkpoint: Checkpoint
@@ -370,10 +368,6 @@ class CalibratedDecoder:
         self.checkpoint = checkpoint
         self.name = "decoder" if checkpoint.translate is None else "encoder and decoder"
         self.longest = min(checkpoint.max_sequence_tokens, _LONGEST)
-        self.most_texts = _TEXTS_TOGETHER
-        self.seen_tokens = min(
-            _LONGEST * _TEXTS_TOGETHER, _MOST_SEEN_LOGITS // checkpoint.vocab_size
-        )
         self.measured_tokens = _MOST_LOGITS // checkpoint.vocab_size
 
     def prompts(self, texts: Sequence[Int32Array]) -> list[Prompt]:
@@ -394,19 +388,30 @@ class CalibratedDecoder:
         self, programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt]
     ) -> Iterator[Tensor]:
         """Yield the logits of each prompt, `[tokens, vocabulary]`."""
-        chunks = [
-            _chunk(prompt, 0, prompt.token_ids, place, encodes=True)
-            for place, prompt in enumerate(prompts)
-        ]
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        logits = _Steps(programs, kernels, sum(lengths)).logits(chunks)
-        yield from torch.split(logits, lengths)
+        logits = _logits(programs, kernels, prompts, 1)
+        yield from torch.split(logits, [len(prompt.token_ids) for prompt in prompts])
+
+    def observe(self, kernels: object, prompts: Sequence[Prompt]) -> None:
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        _logits(self.served, kernels, prompts, -(-tokens // _LOGIT_ROWS))
 
     def compare(
         self, answers: Iterator[Tensor], expected: Iterator[Tensor], prompts: Sequence[Prompt]
     ) -> LogitQuality:
         token_ids = (torch.from_numpy(prompt.token_ids) for prompt in prompts)
         return compare_logits(zip(answers, expected, token_ids, strict=True))
+
+
+def _logits(
+    programs: Sequence[Program], kernels: object, prompts: Sequence[Prompt], every: int
+) -> Tensor:
+    """Return the logits of one token in `every`, `[rows, vocabulary]`."""
+    chunks = [
+        _chunk(prompt, 0, prompt.token_ids, place, encodes=True)
+        for place, prompt in enumerate(prompts)
+    ]
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return _Steps(programs, kernels, tokens).logits(chunks, every)
 
 
 class _Steps:
@@ -426,13 +431,13 @@ class _Steps:
             for program, arena in zip(programs, arenas, strict=True)
         ]
 
-    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Return the logits of all tokens of a step, `[tokens, vocabulary]`."""
+    def logits(self, chunks: Sequence[Chunk], every: int = 1) -> Tensor:
+        """Return logits of a step, see `_logits`."""
         sources = source_arrays(chunks, _BLOCK_TOKENS)
         for encoder in self._encoders if sources else ():
             encoder.run(sources, source_dims(sources), [])
         inputs = dict(step_arrays(chunks, _BLOCK_TOKENS))
-        inputs["logit_rows"] = np.arange(len(inputs["token_ids"]), dtype=np.int32)
+        inputs["logit_rows"] = np.arange(0, len(inputs["token_ids"]), every, dtype=np.int32)
         (logits,) = self._decoder.run(inputs, step_dims(inputs))
         return logits
 
@@ -486,8 +491,8 @@ class CalibratedEncoder:
     """An encoder with one vector per text, whatever the task is."""
 
     name: str = "encoder"
-    most_texts = seen_tokens = 8192
-    measured_tokens = 2048
+    most_texts = seen_tokens = enough_tokens = 8192
+    measured_tokens = 512
 
     def __init__(self, load: Callable[[torch.dtype], EncoderModel], checkpoint: Checkpoint) -> None:
         """Record the encoder, which `load` returns on the CPU; any thread may call it."""
@@ -519,6 +524,9 @@ class CalibratedEncoder:
         batch = PackedBatch(tensors_of(arrays), dims)
         (output,) = program.run(batch, kernels, arena.allocate(dims))
         yield from output.numpy()
+
+    def observe(self, kernels: object, prompts: Sequence[Prompt]) -> None:
+        deque(self.run(self.served, kernels, prompts), 0)
 
     def compare(
         self,

@@ -39,8 +39,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _CLS, _LAST, _MAX, _SUM, _MEAN, _MEAN_SQRT, _WEIGHTED_MEAN = range(len(POOLINGS))
 # Added and subtracted again, it leaves the nearest whole number.
 _ROUNDS = np.float32(1.5 * 2**23)
-# Features whose codes are chosen together.
-_TILE = 4 * LANES
+# Features whose codes are chosen together, and columns whose sums are.
+_TILE, _PLACES = 2 * LANES, 4
 _HUGE, _SCALE_OF_HUGE, _FLOOR = np.float32(HUGE), np.float32(SCALE_OF_HUGE), np.float32(NORM_FLOOR)
 
 
@@ -323,38 +323,54 @@ def choose_codes(
 ):
     """Write the codes of some features."""
     count, low, high = columns.shape[0], splat(-largest), splat(largest)
-    memory = new_memory(4 * (count + 2) * _TILE)
+    memory = new_memory(4 * (count + _PLACES + 2) * _TILE)
     if memory == 0:
         return 1
-    # in steps of a code; then the codes of a column, and the scale
-    errors = fp32_matrix(memory, count + 2, _TILE)
+    # in steps of a code; then what four columns correct, the codes of one, and the scale
+    errors = fp32_matrix(memory, count + _PLACES + 2, _TILE)
     for begin in range(first, last, _TILE):
         end = min(_TILE, last - begin)
         for i in range(_TILE):
-            errors[count + 1, i] = scale[begin + i] if i < end else _ONE
-        for place in range(count):
-            column = np.int64(columns[place])
-            for i in range(_TILE):
-                errors[place, i] = weight[begin + i, column] if i < end else _ZERO
-            # four sums do not wait for each other
-            a = b = c = d = splat(_ZERO)
-            for before in range(place):
-                share = splat(shares[place, before])
-                a = multiply_add(share, load(errors, before, 0), a)
-                b = multiply_add(share, load(errors, before, LANES), b)
-                c = multiply_add(share, load(errors, before, 2 * LANES), c)
-                d = multiply_add(share, load(errors, before, 3 * LANES), d)
+            errors[count + 5, i] = scale[begin + min(i, end - 1)]
+        for known in range(0, count, _PLACES):
+            after = min(known + _PLACES, count)
+            for place in range(known, after):
+                column = np.int64(columns[place])
+                for i in range(_TILE):
+                    errors[place, i] = weight[begin + min(i, end - 1), column]
+            # sums of four columns read an error once, and do not wait for each other
+            a = b = c = d = e = f = g = h = splat(_ZERO)
+            for before in range(known):
+                x, y = load(errors, before, 0), load(errors, before, LANES)
+                share = splat(shares[known, before])
+                a, b = multiply_add(share, x, a), multiply_add(share, y, b)
+                share = splat(shares[min(known + 1, count - 1), before])
+                c, d = multiply_add(share, x, c), multiply_add(share, y, d)
+                share = splat(shares[min(known + 2, count - 1), before])
+                e, f = multiply_add(share, x, e), multiply_add(share, y, f)
+                share = splat(shares[min(known + 3, count - 1), before])
+                g, h = multiply_add(share, x, g), multiply_add(share, y, h)
             store(errors, count, 0, a)
             store(errors, count, LANES, b)
-            store(errors, count, 2 * LANES, c)
-            store(errors, count, 3 * LANES, d)
-            for i in range(0, _TILE, LANES):
-                exact = load(errors, place, i) / load(errors, count + 1, i)
-                goal = minimum(maximum(exact + load(errors, count, i), low), high)
-                code = goal + splat(_ROUNDS) - splat(_ROUNDS)
-                store(errors, count, i, code)
-                store(errors, place, i, exact - code)
-            for i in range(end):
-                codes[begin + i, column] = np.int8(errors[count, i])
+            store(errors, count + 1, 0, c)
+            store(errors, count + 1, LANES, d)
+            store(errors, count + 2, 0, e)
+            store(errors, count + 2, LANES, f)
+            store(errors, count + 3, 0, g)
+            store(errors, count + 3, LANES, h)
+            for place in range(known, after):
+                for i in range(0, _TILE, LANES):
+                    total = load(errors, count + place - known, i)
+                    for before in range(known, place):
+                        share = splat(shares[place, before])
+                        total = multiply_add(share, load(errors, before, i), total)
+                    exact = load(errors, place, i) / load(errors, count + 5, i)
+                    goal = minimum(maximum(exact + total, low), high)
+                    code = goal + splat(_ROUNDS) - splat(_ROUNDS)
+                    store(errors, count + 4, i, code)
+                    store(errors, place, i, exact - code)
+                column = np.int64(columns[place])
+                for i in range(end):
+                    codes[begin + i, column] = np.int8(errors[count + 4, i])
     free_memory(memory)
     return 0

@@ -23,13 +23,13 @@ from varlen.execution.int8 import calibration as quality
 from varlen.execution.int8 import int8_model
 from varlen.execution.int8.calibration import (
     Calibration,
-    LayerCodes,
+    QuantizedLayer,
     VectorQuality,
     compare_vectors,
     file_name,
     layer_key,
     linear_weights,
-    quantize_layers,
+    product_of,
     use_int8,
     weights_hash,
 )
@@ -77,9 +77,10 @@ def test_a_load_leaves_new_threads_as_many_cores_as_before(small_bert):
             assert thread.submit(torch.get_num_threads).result() == 3
 
 
-def codes_of(weight):
-    outliers = torch.arange(OUTLIERS)
-    return LayerCodes(outliers, nearest_codes(weight, outliers))
+def packed(weight, bias=None):
+    product, outliers = product_of(8), torch.arange(OUTLIERS)
+    operand = product.quantize(weight, bias, outliers, nearest_codes(weight, outliers))
+    return QuantizedLayer(product.kernel, operand)
 
 
 def change_fields(path, change):
@@ -123,9 +124,9 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch)
     monkeypatch.setattr(int8_products, "int8_product", lambda bits: PANELS)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
-    codes = {layer_key(weight(), None): codes_of(weight()) for weight in weights[:1]}
+    layers = {layer_key(weight(), None): packed(weight()) for weight in weights[:1]}
 
-    program = use_int8(program, quantize_layers([program], codes))
+    program = use_int8(program, layers)
 
     assert [op.kernel for op in program.ops] == [PANELS.kernel, "linear"]
     assert program.ops[0].operands[1].levels == PANELS.levels
@@ -138,8 +139,8 @@ def recorded_layers(follow):
     ops = Recorder()
     x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 8)
     program = ops.finish(*follow(ops, x, ops.linear(x, weight, None)))
-    codes = {layer_key(weight, None): codes_of(weight)}
-    return [op.kernel for op in use_int8(program, quantize_layers([program], codes)).ops]
+    layers = {layer_key(weight, None): packed(weight)}
+    return [op.kernel for op in use_int8(program, layers).ops]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +171,9 @@ def test_layers_that_share_a_weight_keep_their_biases():
     x = ops.input("x", ("tokens", 8), torch.float32)
     weight, biases = torch.ones(8, 8), [torch.zeros(8), torch.ones(8)]
     program = ops.finish(ops.linear(ops.linear(x, weight, biases[0]), weight, biases[1]))
-    codes = {layer_key(weight, bias): codes_of(weight) for bias in biases}
+    layers = {layer_key(weight, bias): packed(weight, bias) for bias in biases}
 
-    program = use_int8(program, quantize_layers([program], codes))
+    program = use_int8(program, layers)
 
     for op, bias in zip(program.ops, biases, strict=True):
         _, layer = op.operands
@@ -263,7 +264,7 @@ def test_a_low_quality_is_a_warning(folder, monkeypatch, caplog):
 
 def test_a_quality_of_nan_is_a_warning(folder, calibration, monkeypatch, caplog):
     nan = replace(calibration, quality=VectorQuality(8, float("nan"), float("nan"), float("nan")))
-    monkeypatch.setattr(int8_model, "calibrate", lambda *args: nan)
+    monkeypatch.setattr(int8_model, "calibrate", lambda *_, **__: nan)
     checkpoint = Checkpoint.open(folder)
     model = load_model(checkpoint)
 

@@ -161,6 +161,19 @@ def test_a_prompt_in_several_steps_is_close_to_fp32(gpt2):
     assert scores[0] == pytest.approx(scores[1], abs=0.2)
 
 
+def test_a_load_measures_the_quality_on_fewer_tokens_and_chooses_equal_codes(gpt2):
+    model = calibrated(gpt2)
+    model.enough_tokens = 100
+
+    whole = int8_model.calibrate(model, TEXTS[:24])
+    of_load = int8_model.calibrate(model, TEXTS[:24], is_load=True)
+
+    assert whole.quality.tokens > 100 >= of_load.quality.tokens > 0
+    assert of_load.quality.texts < whole.quality.texts == 12
+    for layer, expected in zip(of_load.layers, whole.layers, strict=True):
+        assert torch.equal(layer.codes, expected.codes)
+
+
 def test_a_stored_calibration_is_read_and_one_of_another_task_is_not(
     make_checkpoint, monkeypatch, caplog
 ):
