@@ -286,7 +286,7 @@ def _use_int8(
 def _calibration(
     model: CalibratedModel[_Answer], cache: Path | None, bits: WeightBits, cores: int
 ) -> tuple[Calibration, str]:
-    """Return the calibration of a model, and where it comes from; see `to_int8`."""
+    """Return the calibration of a model, and where it comes from."""
     hashes = _hashes_of(model)
     if stored := _stored(model, hashes, bits):
         return stored, "stored with the checkpoint"
@@ -321,7 +321,7 @@ def _cached(cache: CacheFolder, name: str) -> Calibration | None:
 def _stored(
     model: CalibratedModel[_Answer], hashes: tuple[str, str], bits: WeightBits
 ) -> Calibration | None:
-    """Return the calibration stored with a checkpoint, or None if none fits; see `to_int8`."""
+    """Return the calibration stored with a checkpoint, or None if none fits."""
     name = file_name(bits)
     if not has_file(model.checkpoint.folder, name):
         return None
