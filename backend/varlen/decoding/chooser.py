@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -122,15 +122,14 @@ class TokenChooser:
         )
         begin = 0
         for chunk in step.chunks:
-            search = chunk.sequence.sampler_state
+            search, own = chunk.sequence.sampler_state, given[begin : begin + chunk.beams]
             if chunk.beams and not chunk.num_generated:
-                given[begin : begin + chunk.beams] = 0, chunk.token_ids[0]
+                own[:] = 0, chunk.token_ids[0]
             elif chunk.beams and isinstance(search, BeamSearch):
-                chosen = given[begin : begin + chunk.beams]
+                parents, tokens = search.step.parents, search.step.token_ids
                 # beams that are not alive run, too
-                chosen[:] = 0
-                live = len(search.step.parents)
-                chosen[:live] = np.array([search.step.parents, search.step.token_ids]).T
+                own[:] = 0
+                own[: len(parents)] = np.array([parents, tokens]).T
             begin += chunk.beams
         return given
 
@@ -203,10 +202,9 @@ def _later(chunks: Sequence[Chunk], count: int) -> npt.NDArray[np.float64] | Non
     return np.array(found).transpose(1, 0, 2)
 
 
-_Result: TypeAlias = tuple[list[list[int]], Int32Array, Float32Array]
-
-
-def _results(plan: DevicePlan, chosen: Chosen) -> Iterator[_Result | None]:
+def _results(
+    plan: DevicePlan, chosen: Chosen
+) -> Iterator[tuple[list[list[int]], Int32Array, Float32Array] | None]:
     """Yield the part of `SearchResults` of each search; None if the host takes its step."""
     index = beam = 0
     for rules in plan.searches:

@@ -347,7 +347,7 @@ class Decoder:
             with self._searching:
                 on_device = tensors_of(step.searches)
                 numbers = self.searches.advance(logits, step.searches, on_device)
-            searches = choices_of(numbers, step.searches)
+            searches = choices_of(numbers.numpy()[None], len(step.searches["searches"]))
         if self.draft is not None:
             self.draft.store_last(step, part, token_ids)
         return Chosen(token_ids, searches, guesses)

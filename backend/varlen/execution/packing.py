@@ -519,53 +519,51 @@ def part_of_step(
     return PackedStep(copies, sources, inputs, order, _NO_FOLLOWS, {}, {}, {}, {}, _NO_DRAFTS)
 
 
-def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
+def searches_of_step(
+    step: PackedStep, first: int, last: int, *, begins: bool = False
+) -> PackedStep:
     """Return the part of some searches of a step that only searches take.
 
     Args:
         step: has a source for each search that begins, or none.
-        first, last: number of the first of these searches, and the one after the last.
+        first, last: the first of these searches, and the one after the last.
+        begins: whether prompts have one row each, not one a beam.
     """
     rules, follows = step.searches, step.beams.get("searches", _NO_SEARCHES)
-    if last - first == len(rules["searches"]):
+    searches, is_prompt = rules["searches"][first:last].copy(), rules["searches"][:, 3] == 1
+    counts = np.where(is_prompt[first:last] & begins, 1, searches[:, 1])
+    bounds = bounds_of(counts)
+    if bounds[-1] == len(rules["rows"]):
         return step
-    searches = rules["searches"][first:last].copy()
-    begin, end = int(searches[0, 0]), int(searches[-1, :2].sum())
-    own, slots = slice(begin, end), slice(searches[0, 8], searches[-1, [2, 8]].sum())
-    inputs = {name: array[own] for name, array in step.inputs.items()}
-    for name, of_blocks in _BOUNDS.items():
-        if name in step.inputs:
-            bounds = step.inputs[name][begin : end + 1]
-            inputs[name] = bounds - bounds[0]
-            if of_blocks:
-                inputs[of_blocks] = step.inputs[of_blocks][bounds[0] : bounds[-1]]
-    inputs["logit_rows"] = inputs["logit_rows"] - begin
+    rows = positions_of(bounds, counts, searches[:, 0])
+    has_row = np.zeros(len(rules["rows"]), np.bool_)
+    has_row[rows] = True
+    is_banned = has_row[rules["banned_rows"]]
+    slots = slice(searches[0, 8], searches[-1, [2, 8]].sum())
     ends = slice(searches[0, 6], searches[-1, 7])
-    searches[:, 0] -= begin
+    searches[:, 0], searches[:, 1] = bounds[:-1], counts
     searches[:, 6:8] -= ends.start
     searches[:, 8] -= slots.start
-    follows = follows[slice(*np.searchsorted(follows[:, 0], (begin, end)))].copy()
-    beams: Arrays = {}
+    # prompts with one row follow no beams
+    follows = follows[has_row[follows[:, 0]] & (follows[:, 2] >= begins)]
+    beams = {}
     if len(follows):
         of_beams = slice(follows[0, 3], follows[-1, [1, 3]].sum())
-        follows[:, 0] -= begin
+        follows[:, 0] = np.searchsorted(rows, follows[:, 0])
         follows[:, 3] -= of_beams.start
-        slots_and_given = {name: step.beams[name][of_beams] for name in ("beam_slots", "given")}
-        beams = {"searches": follows, **slots_and_given}
-    sources: Arrays = {}
-    # searches that begin, up to each one
-    begun = np.cumsum(rules["searches"][:, 3] == 1)
-    begin_source, end_source = begun[first - 1] if first else 0, begun[last - 1]
-    if step.sources and begin_source < end_source:
-        bounds = step.sources["cu_seqlens"][begin_source : end_source + 1]
-        tokens = slice(bounds[0], bounds[-1])
+        beams = {name: step.beams[name][of_beams] for name in ("beam_slots", "given")}
+        beams["searches"] = follows
+    sources = step.sources if last - first == len(is_prompt) else {}
+    begun = np.count_nonzero(is_prompt[:first]), np.count_nonzero(is_prompt[:last])
+    if step.sources and not sources and begun[0] < begun[1]:
+        of_sources = step.sources["cu_seqlens"][begun[0] : begun[1] + 1]
+        tokens = slice(of_sources[0], of_sources[-1])
         sources = {name: array[tokens] for name, array in step.sources.items()}
-        sources["cu_seqlens"] = bounds - bounds[0]
-    bans = slice(*np.searchsorted(rules["banned_rows"], (begin, end)))
+        sources["cu_seqlens"] = of_sources - of_sources[0]
     return replace(
         step,
         sources=sources,
-        inputs=inputs,
+        inputs=rows_of_step(step.inputs, rows),
         beams=beams,
         searches={
             **rules,
@@ -573,9 +571,9 @@ def searches_of_step(step: PackedStep, first: int, last: int) -> PackedStep:
             "beam_slots": rules["beam_slots"][slots],
             "divisors": rules["divisors"][first:last],
             "ends": rules["ends"][ends],
-            "rows": rules["rows"][own] - begin,
-            "banned_rows": rules["banned_rows"][bans] - begin,
-            "banned_tokens": rules["banned_tokens"][bans],
+            "rows": np.arange(len(rows), dtype=np.int32),
+            "banned_rows": np.searchsorted(rows, rules["banned_rows"][is_banned]).astype(np.int32),
+            "banned_tokens": rules["banned_tokens"][is_banned],
         },
     )
 
@@ -643,17 +641,18 @@ def draft_array(chunks: Sequence[Chunk]) -> Int32Array:
 
 def rows_of_step(inputs: Arrays, rows: Int32Array) -> Arrays:
     """Return inputs of some rows of a step that have one token each."""
-    bounds, blocks = inputs["cu_blocks"], inputs["block_ids"]
-    tables = [blocks[bounds[row] : bounds[row + 1]] for row in rows]
-    own = {name: inputs[name][rows] for name in _OF_ROWS}
     places = np.arange(len(rows) + 1, dtype=np.int32)
-    return {
-        **own,
-        "cu_seqlens": places,
-        "block_ids": np.concatenate(tables),
-        "cu_blocks": bounds_of([len(table) for table in tables]),
-        "logit_rows": places[:-1],
-    }
+    own = {name: inputs[name][rows] for name in (*_OF_ROWS, "source_lens") if name in inputs}
+    for name, of_blocks in _BOUNDS.items():
+        if name not in inputs:
+            continue
+        own[name] = places
+        if of_blocks:
+            bounds = inputs[name]
+            lengths = np.diff(bounds)[rows]
+            own[name] = bounds_of(lengths)
+            own[of_blocks] = inputs[of_blocks][positions_of(own[name], lengths, bounds[rows])]
+    return {**own, "logit_rows": places[:-1]}
 
 
 def joined_rows(steps: Sequence[Arrays]) -> Arrays:
@@ -846,10 +845,9 @@ def search_arrays(chunks: Sequence[Chunk], plan: DevicePlan) -> Arrays:
         if each.beam_slots and each.samples and (own := next(rules, None)) is not None:
             flags = IS_LAST * own.is_last | ENDS_WHEN_FULL * own.ends_when_full
             forced = NO_TOKEN if own.forced is None else own.forced
-            of_ends = len(ends), len(ends) + len(own.end_ids)
+            of_ends = len(ends), len(ends) + len(own.end_ids), len(beam_slots)
             length = each.num_generated + 1
-            beams = len(beam_slots)
-            rows.append((row, count, own.num_beams, length, flags, forced, *of_ends, beams))
+            rows.append((row, count, own.num_beams, length, flags, forced, *of_ends))
             beam_slots += each.beam_slots
             ends += own.end_ids
             divisors.append((own.divisor, own.best_divisor))

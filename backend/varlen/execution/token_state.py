@@ -161,15 +161,12 @@ class DeviceSearches:
         return numbers
 
 
-def choices_of(numbers: Tensor, arrays: Arrays) -> ChosenBeams:
-    """Return what searches have chosen.
-
-    Args:
-        numbers: the result of `DeviceSearches.advance`, on the host.
-        arrays: `PackedStep.searches`.
-    """
-    results = SearchResults.views(numbers, len(arrays["searches"]))
-    return ChosenBeams(*(each.numpy()[None] for each in results))
+def choices_of(numbers: Int32Array, count: int) -> ChosenBeams:
+    """Return what searches have chosen, given `SearchResults.numbers` of each step."""
+    beams = (numbers.shape[1] - 2 * count) // 6
+    ends, of_beams, scores = np.split(numbers, [2 * count, 2 * count + 5 * beams], 1)
+    ends, of_beams = ends.reshape(-1, count, 2), of_beams.reshape(-1, beams, 5)
+    return ChosenBeams(ends, of_beams, scores.view(np.float32))
 
 
 class DeviceEdits:

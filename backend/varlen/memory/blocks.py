@@ -103,25 +103,24 @@ class BlockPool:
         assert count <= self._reserved
         self._reserved -= count
 
-    def allocate(self, *, reserved: bool) -> int:
-        """Return a block for one block table.
+    def allocate(self, count: int, *, reserved: int) -> list[int]:
+        """Return blocks for one block table.
 
-        It is the lowest free one, else the cached one that was least recently used.
+        They are the lowest free ones, then the cached ones that were least recently used.
 
         Args:
-            reserved: whether it is one of the reserved blocks; if not, a block has to be available.
+            reserved: number of them that are reserved; as many others have to be available.
         """
-        if reserved:
-            self.unreserve(1)
-        else:
-            assert self.available > 0
-        if self._free:
-            block = heapq.heappop(self._free)
-        else:
+        self.unreserve(reserved)
+        assert self.available >= count
+        found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        while len(found) < count:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
-        self._references[block] = 1
-        return block
+            found.append(block)
+        for block in found:
+            self._references[block] = 1
+        return found
 
     def fork(self, block_ids: Iterable[int]) -> None:
         """Count one more block table that holds these blocks."""
@@ -162,7 +161,7 @@ class BlockPool:
         """
         source = block_ids[-1]
         assert self.is_shared(source)
-        block_ids[-1] = self.allocate(reserved=reserved)
+        (block_ids[-1],) = self.allocate(1, reserved=reserved)
         self._references[source] -= 1
         return source, block_ids[-1]
 

@@ -212,7 +212,7 @@ class Chunk(NamedTuple):
         beam_slots: slots of the beams of a search; none without a search.
         beams: number of beams that continue this search, each with one token; `token_ids` has 0 for each, and
             `block_ids` a table for each, in which 0 stands for blocks that only the device knows. 0 is a prompt. One
-            of a single token may run for each beam, and only its first row counts.
+            of a single token may have a row for each beam, too.
         drafted: guesses of the last tokens up to this one, if it is a drafted token.
     """
 

@@ -7,10 +7,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.execution.packing import step_arrays, step_dims
+from varlen.costs.model import BatchShape
+from varlen.execution.packing import pack_step, searches_of_step, step_arrays, step_dims
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Prompt, Request, RequestOptions, Source
-from varlen.scheduling.batch import Chunk, GeneratedSequence, RequestState
+from varlen.scheduling.batch import Batch, Chunk, GeneratedSequence, RequestState
+from varlen.scheduling.device_plan import DevicePlan, SearchRules
 
 
 def sequence_of_source(length):
@@ -114,3 +116,31 @@ def test_the_dimensions_are_those_of_the_inputs(step):
         ]
     for name, size in sizes:
         assert len(inputs[name]) == size
+
+
+def test_the_prompt_of_a_search_has_one_row_before_those_of_its_beams():
+    begins, goes_on = sequence_of_source(0), sequence_of_source(0)
+    chunks = (
+        Chunk(begins, 0, (7, 7), array("i", [3, 4]), (begins,), beam_slots=(0, 1), beams=2),
+        Chunk(
+            goes_on, 1, (0, 0, 0), array("i", [5, 6, 8]), (goes_on,), beam_slots=(4, 2, 3), beams=3
+        ),
+    )
+    banned = np.array([9], np.int32)
+    rules = [SearchRules(beams, False, False, None, (0,), banned, 1.0, 1.0) for beams in (2, 3)]
+    batch = Batch((begins, goes_on), BatchShape.of([1] * 5), 0.0, "", chunks)
+
+    step = pack_step(batch, 4, DevicePlan(None, rules, is_whole=True))
+    assert searches_of_step(step, 0, 2) is step
+    step = searches_of_step(step, 0, 2, begins=True)
+
+    assert step.inputs["token_ids"].tolist() == [7, 0, 0, 0]
+    assert step.inputs["position_ids"].tolist() == [0, 1, 1, 1]
+    assert step.inputs["block_ids"].tolist() == [3, 5, 6, 8]
+    assert step.inputs["cu_blocks"].tolist() == [0, 1, 2, 3, 4]
+    assert step.searches["searches"][:, :4].tolist() == [[0, 1, 2, 1], [1, 3, 3, 2]]
+    assert step.searches["beam_slots"].tolist() == [0, 1, 4, 2, 3]
+    assert step.searches["banned_rows"].tolist() == [0, 1, 2, 3]
+    assert step.beams["searches"].tolist() == [[1, 3, 1, 0]]
+    assert step.beams["beam_slots"].tolist() == [4, 2, 3]
+    assert searches_of_step(step, 0, 2, begins=True) is step

@@ -13,7 +13,7 @@ from varlen.memory.blocks import BlockPool
 def take(pool, count):
     """Promise blocks and allocate them."""
     assert pool.reserve(count)
-    return [pool.allocate(reserved=True) for _ in range(count)]
+    return pool.allocate(count, reserved=count)
 
 
 def store(pool, token_ids, blocks=None):
@@ -40,10 +40,10 @@ def test_a_reservation_is_kept_whatever_others_need():
 
     assert not pool.reserve(2)
     assert pool.available == 1
-    pool.allocate(reserved=False)
+    pool.allocate(1, reserved=0)
     assert pool.available == 0
     assert not pool.reserve(1)
-    assert sorted(pool.allocate(reserved=True) for _ in range(3)) == [1, 2, 3]
+    assert sorted(pool.allocate(3, reserved=3)) == [1, 2, 3]
 
 
 def test_a_cancelled_reservation_is_available():
@@ -139,7 +139,7 @@ def test_shared_blocks_are_not_evicted():
     assert pool.reserve(1, shared=blocks)
 
     assert pool.available == 0
-    assert pool.allocate(reserved=True) not in blocks
+    assert pool.allocate(1, reserved=1)[0] not in blocks
     assert pool.find_prefix([1, 2, 3, 4, 5]) == blocks
 
 
@@ -216,7 +216,8 @@ def test_releasing_everything_makes_everything_available(seed):
         tokens = [rng.randrange(2) for _ in range(2 * rng.randint(1, 8))]
         shared = pool.find_prefix(tokens)
         assert pool.reserve(len(tokens) // 2 - len(shared), shared=shared)
-        rest = [pool.allocate(reserved=True) for _ in range(len(tokens) // 2 - len(shared))]
+        count = len(tokens) // 2 - len(shared)
+        rest = pool.allocate(count, reserved=count)
         pool.store(tokens, shared + rest, begin=2 * len(shared), end=len(tokens))
         pool.release(shared + rest)
 
@@ -256,7 +257,7 @@ class Tables:
                 return
             owned = {block for _, other, _ in self.sequences for block in other}
             if len(tokens) % 2 == 0:
-                table.append(self.pool.allocate(reserved=reserved > 0))
+                table += self.pool.allocate(1, reserved=int(reserved > 0))
             else:
                 source, destination = self.pool.copy_on_write(table, reserved=reserved > 0)
                 assert (source in owned, table[-1]) == (True, destination)
@@ -325,7 +326,7 @@ def test_whatever_happens_blocks_are_conserved_and_hold_what_is_found(
 
 def test_lost_contents_are_found_by_no_sequence():
     pool = BlockPool(4, 2)
-    table = [pool.allocate(reserved=False) for _ in range(2)]
+    table = pool.allocate(2, reserved=0)
     pool.store([1, 2, 3, 4], table, begin=0, end=4)
     pool.release(table)
     assert pool.find_prefix([1, 2, 3, 4, 5])
@@ -334,4 +335,4 @@ def test_lost_contents_are_found_by_no_sequence():
 
     assert pool.find_prefix([1, 2, 3, 4, 5]) == []
     assert pool.counts().cached == 0
-    assert [pool.allocate(reserved=False) for _ in range(4)] == [0, 1, 2, 3]
+    assert pool.allocate(4, reserved=0) == [0, 1, 2, 3]

@@ -5,10 +5,9 @@ log probabilities, and tells which rows go on with which tokens. Beams are in on
 apart by a penalty. Up to `num_beams` beams of a group are live. A candidate ends if its token is an end token or the
 last one that may come; it is an answer only if it is among the best `num_beams` candidates. The best answers, as many,
 are kept.
-Source: `_beam_search` of Hugging Face's `generate`, version 5. Its placeholder beams and answers with score -1e9, which
-fill its tensors, do not exist here. GNMT's length penalty: Wu et al. 2016, arXiv:1609.08144, section 7. Groups:
-Vijayakumar et al. 2016, arXiv:1610.02424, with Hamming diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky
-2016, arXiv:1611.08562, section 3.
+Source: `_beam_search` of Hugging Face's `generate`, version 5, without placeholders. GNMT's length penalty: Wu et al.
+2016, arXiv:1609.08144, section 7. Groups: Vijayakumar et al. 2016, arXiv:1610.02424, with Hamming diversity as in
+version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:1611.08562, section 3.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -50,8 +49,6 @@ by_score = itemgetter(0)
 class Beam:
     """Generated tokens, linked from the last to the first, and their score.
 
-    It is not changed once it is made.
-
     Attributes:
         parent: the beam without the last token; None before the first token.
         token: the last token; -1 before the first.
@@ -71,14 +68,6 @@ class Beam:
         return tuple(reversed(tokens))
 
 
-@dataclass(slots=True, eq=False)
-class Hypothesis:
-    """A finished beam; `score` is divided by the length penalty."""
-
-    beam: Beam
-    score: float
-
-
 class BeamGroup:
     """Live beams and answers of one group.
 
@@ -86,7 +75,7 @@ class BeamGroup:
         beams: the live ones, the best first; none once the search has ended.
         histories: token history of each live beam, for edits.
         parents: parent index of each live beam, among the live beams before the last step.
-        answers: the best first, at most `num_beams`.
+        answers: finished beams and their scores divided by the length penalty, the best first; at most `num_beams`.
     """
 
     def __init__(
@@ -109,10 +98,10 @@ class BeamGroup:
         self._num_generated = 0
         self._stops_when_full = stops_when_full(options)
         self.beams = [Beam(None, -1, 0.0)]
-        # apart from beams: these keep their ancestors, whose histories are not read again
+        # apart from beams, which keep their ancestors
         self.histories = [editor.start]
         self.parents: list[int] = []
-        self.answers: list[Hypothesis] = []
+        self.answers: list[tuple[float, Beam]] = []
 
     def advance(self, best: Sequence[Candidate], ranked: Sequence[Candidate]) -> list[int]:
         """Take a step and return the chosen tokens that do not end an answer.
@@ -130,10 +119,9 @@ class BeamGroup:
         if ended:
             divisor = length_penalty(self._options, self._num_generated)
             for score, parent, token in ended:
-                beam = Beam(beams[parent], token, score)
-                self.answers.append(Hypothesis(beam, score / divisor))
+                self.answers.append((score / divisor, Beam(beams[parent], token, score)))
             # stable: the earlier answer comes first among equal ones
-            self.answers.sort(key=attrgetter("score"), reverse=True)
+            self.answers.sort(key=by_score, reverse=True)
             del self.answers[num_beams:]
         self.parents = [parent for _, parent, _ in live]
         histories = self.histories
@@ -154,7 +142,7 @@ class BeamGroup:
         if options.early_stopping == "never" and options.length_penalty > 0:
             length = options.max_tokens
         best = max(beam.score for beam in self.beams)
-        return best / length_penalty(options, length) <= self.answers[-1].score
+        return best / length_penalty(options, length) <= self.answers[-1][0]
 
 
 def stops_when_full(options: GenerationOptions) -> bool:
@@ -224,8 +212,8 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """Number of candidates that a step needs of each row.
 
-        They hold the best `num_beams` tokens that do not end an answer. With groups, penalties of other groups may
-        lower the order of as many tokens as these have beams.
+        They hold the best `num_beams` tokens that do not end an answer. Penalties of other groups may lower as many
+        tokens as these have beams.
         """
         return min(self._options.num_beams + len(self._end_ids), self._vocab_size)
 
@@ -337,14 +325,10 @@ class BeamSearch:
 
     def _answers(self) -> tuple[BeamAnswer, ...]:
         found = [answer for group in self._groups for answer in group.answers]
-        found.sort(key=attrgetter("score"), reverse=True)
+        found.sort(key=by_score, reverse=True)
         return tuple(
-            BeamAnswer(
-                answer.beam.token_ids(),
-                answer.score,
-                "stop" if answer.beam.token in self._end_ids else "length",
-            )
-            for answer in found[: self._options.n]
+            BeamAnswer(beam.token_ids(), score, "stop" if beam.token in self._end_ids else "length")
+            for score, beam in found[: self._options.n]
         )
 
 
@@ -353,13 +337,12 @@ def _by_score_and_parent(candidate: Candidate) -> tuple[float, int]:
     return -score, parent
 
 
-# Scores of random candidates, drawn without replacement. Limits match Hugging Face's `generate`: they apply to each
-# row, after the edits and before the score of its beam is added.
+# Scores of random candidates. Limits apply to each row, after the edits and before the score of its beam is added.
 _Scores = npt.NDArray[np.float64]
 
 
 def edited(logprobs: Float32Array, edits: TokenEdits | None) -> _Scores:
-    """Return log probabilities with their edits, `[rows, vocabulary]` fp64."""
+    """Return log probabilities with their edits, fp64."""
     scores = logprobs.astype(np.float64)
     if edits is not None:
         is_banned = np.isinf(edits.factors)
@@ -415,9 +398,8 @@ def normalized(scores: _Scores) -> _Scores:
 def draw(scores: _Scores, uniform: npt.NDArray[np.float64], count: int) -> list[Candidate]:
     """Return distinct entries, in the order in which they are drawn.
 
-    Each one is drawn from those that are left, with a probability proportional to the exponential of its score: the
-    entries with the largest sums of score and Gumbel noise are such draws (Vieira 2014, "Gumbel-max trick and weighted
-    reservoir sampling").
+    Each is drawn from those that are left, by the exponential of its score: the entries with the largest sums of score
+    and Gumbel noise are such draws (Vieira 2014, "Gumbel-max trick and weighted reservoir sampling").
 
     Args:
         scores: `[rows, vocabulary]` fp64.
@@ -565,7 +547,7 @@ class DeviceSearch:
             ends, beams, scores: the part of `ChosenBeams` of this search.
         """
         count = sum([end[0] != NOT_TAKEN for end in ends])
-        parents, tokens = beams[:count, :, 0].ravel().tolist(), beams[:count, :, 1].ravel().tolist()
+        parents, tokens = beams[:count, :, :2].reshape(-1, 2).T.tolist()
         # a step that failed was taken again
         begin = num_generated * self._editor.options.num_beams
         self._parents[begin:], self._tokens[begin:] = parents, tokens

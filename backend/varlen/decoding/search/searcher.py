@@ -1,7 +1,6 @@
 """Takes the steps of searches that are left to the host.
 
-One op finds the best tokens of all their rows; then each search goes on by itself. Most searches are left to the device
-(`device_search`).
+One op finds the best tokens of all their rows; then each search goes on by itself. Most are left to the device.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _Part:
 
 
 class Searcher:
-    """Searches for the best answers of sequences of one model."""
+    """Searches for answers of one model."""
 
     def __init__(
         self,
@@ -244,8 +243,8 @@ def log_of_rest(
 ) -> Float32Array:
     """Return the log of the sum of each row's probabilities after the edits, `[rows]`.
 
-    It follows from the few numbers that are known, without another look at the logits. Where edits leave hardly
-    anything, or every known token is edited, it is NaN.
+    It follows from the numbers that are known. Where edits leave hardly anything, or every known token is edited, it is
+    NaN.
 
     Args:
         raw: `[edits]`, the logits of the edited tokens.
@@ -268,7 +267,7 @@ def log_of_rest(
 
 
 def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row: int) -> float:
-    """Return `log_of_rest` of one row from all its logits, `[vocabulary]`."""
+    """Return `log_of_rest` of one row from all its logits."""
     is_own = edits.rows == row
     tokens, factors = torch.from_numpy(edits.tokens[is_own]).long(), edits.factors[is_own]
     whole = logits.cpu().double()
@@ -284,7 +283,7 @@ def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row
 
 
 def _joined(edits: Sequence[TokenEdits | None], sizes: Sequence[int]) -> TokenEdits | None:
-    """Return the edits of all searches, which have these numbers of rows; None without any."""
+    """Return all edits; None without any."""
     begins = accumulate(sizes, initial=0)
     found = [(begin, each) for begin, each in zip(begins, edits, strict=False) if each is not None]
     if not found:

@@ -1,11 +1,7 @@
 """Runs a program on a CPU.
 
-In a step that only searches take, all is compiled: sources are encoded, beams follow the ones that they continue,
-blocks are copied, the program runs, and the next beams are chosen. So a step is one table of calls, and the next one
-the same table with other positions. Where it is faster, each core runs the steps of some searches, with intermediates
-of its own. A launch ends before its last step soon after a search has ended, when a request has come, or its time is
-over.
-docs/decisions/0132-launches-of-searches.md has measurements.
+A step that only searches take is one table of calls, and the next one the same table with other positions
+(docs/decisions/0132-launches-of-searches.md). Each core runs the steps of some searches where that is faster.
 """
 
 from __future__ import annotations
@@ -39,6 +35,7 @@ from varlen.execution.packing import (
 )
 from varlen.execution.rank_link import Handoffs
 from varlen.execution.thread_executor import CoreShare, LoneCores
+from varlen.execution.token_state import choices_of
 from varlen.memory.arena import Arena
 from varlen.memory.planner import Dims, Region, map_shared, memory_errors, new_shared
 from varlen.program.program import NO_STATES, PackedBatch, Program, Value
@@ -54,8 +51,8 @@ from varlen_kernels.op_table import OPS
 from varlen_kernels.reference.beam import BeamCandidates
 from varlen_kernels.reference.beam_search import SearchResults, SearchState
 
-# oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
-# default. An encoder has products of four shapes, for the numbers of tokens in `batch_sizes`.
+# oneDNN caches compiled primitives by shape, of up to 1.7 MiB each, 1,024 by default. An encoder has products of four
+# shapes, for the numbers of tokens in `batch_sizes`.
 _KEPT_PRIMITIVES = 192
 # Products of batches up to this size are compiled before workers start, which share them.
 _USUAL_TOKENS = 512
@@ -248,7 +245,7 @@ class _Times:
 
     @property
     def is_faster_alone(self) -> bool:
-        """Whether one core is faster by the times that are known."""
+        """Whether one core is faster."""
         return bool(self.on_one) and min(self.on_one) < min(self.on_all)
 
     def end_trial(self, taken: float, usual: float) -> None:
@@ -262,7 +259,7 @@ class StepCores:
     """Chooses the cores of steps: one or all, whichever is faster.
 
     Not for two threads at once. A step of a small model, or one whose cores are two threads of one real core, is faster
-    on one. No rule says where: of each size most run on the faster choice, and few on the other one.
+    on one. Most of each size run on the faster choice, and few on the other one.
     docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
     """
 
@@ -360,81 +357,94 @@ class _Part:
     """Some searches of a launch.
 
     Attributes:
-        searches: their place among all searches; `beams` has the place of their beams.
-        step: arrays that the calls read, with the divisors of the step.
-        table: the calls of a step; `held` is memory that they use.
-        source_calls: number of its first calls, which only the first step has.
+        searches: their place among all searches.
+        first, step: arrays that the calls of the first step and of later ones read.
+        first_table, table: these calls; `held` is their memory.
         counters: numbers that grow by one from step to step.
-        found: results of the step.
+        found: results of the step, as in `SearchResults.numbers`.
     """
 
     searches: slice
-    beams: slice
+    first: PackedStep
     step: PackedStep
+    first_table: Int64Array
     table: Int64Array
-    source_calls: int
     held: object
     counters: Sequence[Int32Array]
-    found: ChosenBeams
+    found: Int32Array
 
-    def take(self, step: PackedStep) -> None:
-        """Take the numbers of another step, whose arrays have the same shapes."""
-        for own, given in zip(_arrays(self.step), _arrays(step), strict=True):
-            own[...] = given
+    @property
+    def count(self) -> int:
+        return int(self.searches.stop - self.searches.start)
+
+    def take(self, *steps: PackedStep) -> None:
+        """Take the numbers of other steps, whose arrays have the same shapes."""
+        own = _arrays(self.first, self.step)
+        for array, given in zip(own, _arrays(*steps), strict=True):
+            array[...] = given
 
 
 @dataclass(slots=True)
 class _Launch:
-    """Steps of all parts; for `later` see `PackedStep.searches`.
+    """Steps of all parts; see `PackedStep.searches`.
 
     Attributes:
+        found: results of each part, `[steps, numbers]`; NOT_TAKEN where it has taken no step.
         furthest, last: index of the last step that a part has begun, and may begin. Threads write them without a lock:
             at worst, a part takes fewer steps.
     """
 
     later: Float32Array
-    chosen: ChosenBeams
     arrived: Bytes
-    parts: list[_Part] = field(default_factory=list)
+    parts: Sequence[_Part]
+    found: list[Int32Array] = field(init=False)
     furthest: int = 0
     last: float = np.inf
     began: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        steps = 1 + len(self.later)
+        self.found = [np.full((steps, len(part.found)), NOT_TAKEN, np.int32) for part in self.parts]
+
     def run(self, first: int, last: int) -> None:
         """Run the steps of some parts."""
-        for part in self.parts[first:last]:
-            self._run(part)
+        for part, found in zip(self.parts[first:last], self.found[first:last], strict=True):
+            self._run(part, found)
 
-    def _run(self, part: _Part) -> None:
-        has_ended, is_ending = np.zeros(len(part.found.ends), np.bool_), False
-        for step in range(len(self.chosen.ends)):
+    def _run(self, part: _Part, found: Int32Array) -> None:
+        ends, ended = choices_of(found, part.count).ends, part.found[: 2 * part.count : 2]
+        has_ended = np.zeros(part.count, np.bool_)
+        divisors, later = part.step.searches["divisors"], self.later[:, part.searches]
+        for step in range(len(found)):
             if step:
                 if not self._goes_on(step):
                     return
                 self.furthest = max(self.furthest, step)
                 for numbers in part.counters:
                     np.add(numbers, 1, out=numbers)
-                part.step.searches["divisors"][:] = self.later[step - 1, part.searches]
+                divisors[:] = later[step - 1]
+            if step == 1:
                 # tokens of the first one
                 part.step.beams["given"][:] = NOT_GIVEN
             try:
-                run_calls(part.table[part.source_calls :] if step else part.table, 1)
+                run_calls(part.table if step else part.first_table, 1)
             except MemoryError:
                 # a step changes nothing that it reads, so a later launch takes it
                 return
-            for whole, own, place in zip(
-                self.chosen, part.found, (part.searches, part.beams, part.beams), strict=True
-            ):
-                whole[step, place] = own
-            if is_ending:
-                # they run on in vain
-                self.chosen.ends[step, part.searches][has_ended] = NOT_TAKEN
-            if part.found.ends[:, 0].any():
-                is_ending = True
-                has_ended |= part.found.ends[:, 0] > 0
+            found[step] = part.found
+            # they run on in vain
+            ends[step, has_ended] = NOT_TAKEN
+            if np.count_nonzero(ended):
+                has_ended |= ended > 0
                 self.last = min(self.last, max(self.furthest, step + _STEPS_AFTER_END))
                 if has_ended.all():
                     return
+
+    def chosen(self) -> ChosenBeams:
+        """Return what all parts have found."""
+        pairs = zip(self.found, self.parts, strict=True)
+        of_parts = [choices_of(found, part.count) for found, part in pairs]
+        return ChosenBeams(*[np.concatenate(each, 1) for each in zip(*of_parts, strict=True)])
 
     def _goes_on(self, step: int) -> bool:
         """Return whether a part begins a step after its first.
@@ -502,26 +512,22 @@ class SearchSteps:
         Raises:
             MemoryError: none has taken a step, or not all of them the only one.
         """
-        count, beams = len(step.searches["searches"]), len(step.searches["beam_slots"])
+        count = len(step.searches["searches"])
         later = step.searches.get("later", np.empty((0, count, 2), np.float32))
-        steps = 1 + len(later)
-        chosen = ChosenBeams(
-            np.full((steps, count, 2), NOT_TAKEN, np.int32),
-            np.zeros((steps, beams, 5), np.int32),
-            np.zeros((steps, beams), np.float32),
-        )
+        found: list[ChosenBeams] = []
 
         def run_on(cores: int) -> int:
-            parts = self._parts(step, logits, min(cores, count))
-            launch = _Launch(later, chosen, self.arrived, parts)
+            launch = _Launch(later, self.arrived, self._parts(step, logits, min(cores, count)))
             run_parts(launch.run, range(len(launch.parts) + 1))
-            return int((chosen.ends[:, :, 0] != NOT_TAKEN).any(1).sum())
+            found.append(launch.chosen())
+            return int((found[0].ends[:, :, 0] != NOT_TAKEN).any(1).sum())
 
         tokens = len(logits) + len(step.sources.get("slots", ()))
         self._cores[bool(step.sources)].run(run_on, tokens, torch.get_num_threads())
+        (chosen,) = found
         failed = chosen.ends[0, :, 0] == NOT_TAKEN
         # a launch of one step runs again as a whole
-        if failed.all() or (steps == 1 and failed.any()):
+        if failed.all() or (not len(later) and failed.any()):
             raise MemoryError
         return chosen
 
@@ -533,23 +539,23 @@ class SearchSteps:
         if not regions:
             # one part fits, as any step does
             return self._parts(step, logits, 1)
-        found = []
-        row = beam = 0
+        found, row = [], 0
         for part, own, bound in zip(steps, regions, pairwise(bounds), strict=True):
             of_part = logits[row : row + len(part.searches["rows"])]
-            beams = slice(beam, beam + len(part.searches["beam_slots"]))
-            row, beam = row + len(of_part), beams.stop
+            row += len(of_part)
             addresses = [(each.memory.data_ptr(), *each.offsets) for each in own]
+            both = searches_of_step(part, 0, bound[1] - bound[0], begins=True), part
             # the table has candidates of each beam, and bounds of the banned tokens of each row
-            fixed = [part.searches[name].tobytes() for name in ("sizes", "banned_rows")]
-            shapes = [each.shape for each in _arrays(part)]
-            same = *bound, beam, of_part.data_ptr(), *addresses, *fixed, *shapes
+            names = "sizes", "banned_rows"
+            fixed = [each.searches[name].tobytes() for each in both for name in names]
+            shapes = [each.shape for each in _arrays(*both)]
+            same = *bound, of_part.data_ptr(), *addresses, *fixed, *shapes
             kept = self._kept.pop(same, None)
             if kept is None:
-                kept = self._part(part, own, of_part, slice(*bound), beams)
+                kept = self._part(*both, own, of_part, slice(*bound))
             else:
-                kept.take(part)
-            # the one that was used last is the last one
+                kept.take(*both)
+            # used last
             self._kept[same] = kept
             found.append(kept)
         while len(self._kept) > max(_KEPT_PARTS, count):
@@ -557,10 +563,7 @@ class SearchSteps:
         return found
 
     def _regions(self, steps: Sequence[PackedStep]) -> list[list[Region]]:
-        """Return the regions of each part; none if they are too large together.
-
-        A part that has sources has one of the encoder, too.
-        """
+        """Return the regions of each part, its encoder last; none if too large together."""
         found = self._runner.arena.allocate_several([step_dims(each.inputs) for each in steps])
         sources = [source_dims(each.sources) for each in steps if each.sources]
         of_sources: list[Region] = []
@@ -575,86 +578,78 @@ class SearchSteps:
 
     def _part(
         self,
+        first: PackedStep,
         step: PackedStep,
         regions: Sequence[Region],
         logits: Tensor,
         searches: slice,
-        beams: slice,
     ) -> _Part:
-        sources, inputs, of_beams, own = map(
-            tensors_of, (step.sources, step.inputs, step.beams, step.searches)
-        )
-        rows, state = len(logits), self._state
-        found = BeamCandidates.empty(
-            rows, min(int(own["sizes"][0]), logits.shape[1]), logits.device
-        )
-        numbers = SearchResults.numbers(len(own["searches"]), len(own["beam_slots"]), logits.device)
-        results = SearchResults.views(numbers, len(own["searches"]))
+        own, device = step.searches, logits.device
+        width, count = min(int(own["sizes"][0]), logits.shape[1]), len(own["searches"])
+        found = BeamCandidates.empty(len(logits), width, device)
+        numbers = SearchResults.numbers(count, len(own["beam_slots"]), device)
+        results = SearchResults.views(numbers, count)
+        calls = self._calls(step, regions[0], logits, found, results)
+        of_first = calls
+        if first is not step:
+            of_first = self._calls(first, regions[0], logits, found, results)
+        sources: list[Int64Array] = []
+        if first.sources:
+            assert self.encoder is not None
+            inputs, dims = tensors_of(first.sources), source_dims(first.sources)
+            sources.append(self.encoder.table(inputs, dims, regions[1], []))
+        first_table = one_table([*sources, *of_first])
+        table = first_table[sum(map(len, sources)) :] if first is step else one_table(calls)
+        counters = [step.inputs["context_lens"], step.inputs["position_ids"]]
+        counters.append(own["searches"][:, 3])
+        if step.beams:
+            counters.append(step.beams["searches"][:, 2])
+        held = calls, of_first, logits, regions
+        return _Part(searches, first, step, first_table, table, held, counters, numbers.numpy())
+
+    def _calls(
+        self,
+        step: PackedStep,
+        region: Region,
+        logits: Tensor,
+        found: BeamCandidates,
+        results: SearchResults,
+    ) -> list[Int64Array | Sequence[Bound]]:
+        """Return calls behind sources."""
+        inputs, of_beams, own = map(tensors_of, (step.inputs, step.beams, step.searches))
+        rows, state = len(step.searches["rows"]), self._state
+        logits, found = logits[:rows], BeamCandidates(*(each[:rows] for each in found))
         bounds = np.searchsorted(step.searches["banned_rows"], np.arange(rows + 1))
         bans = own["banned_tokens"]
         before: list[Bound] = []
         if of_beams:
-            of_model = [
-                inputs[name]
-                for name in ("token_ids", "context_lens", "cu_blocks", "block_ids", "slots")
-            ]
-            copies = torch.empty_like(of_beams["given"])
+            followed = state, *(of_beams[name] for name in "searches beam_slots given".split())
+            names = "token_ids context_lens cu_blocks block_ids slots"
+            of_model = [inputs[name] for name in names.split()]
+            # from a block to itself where a beam follows none
+            copies = torch.zeros_like(of_beams["given"])
             before = [
-                *_bound(
-                    "follow_beams",
-                    state,
-                    of_beams["searches"],
-                    of_beams["beam_slots"],
-                    of_beams["given"],
-                    *of_model,
-                    copies,
-                    block_size=self._block_size,
-                ),
+                *_bound("follow_beams", *followed, *of_model, copies, block_size=self._block_size),
                 *_bound("copy_blocks", self._kv_memory, copies),
             ]
         best = (
             *(logits, torch.zeros(rows, 1), torch.zeros(rows, dtype=torch.bool)),
             *(torch.from_numpy(bounds), bans, torch.full(bans.shape, torch.inf), *found),
         )
+        rules = [own[name] for name in "searches beam_slots divisors ends".split()]
         after = [
             Bound(STEP_BEAMS, best, ()),
-            *_bound(
-                "advance_searches",
-                found,
-                own["searches"],
-                own["beam_slots"],
-                own["divisors"],
-                own["ends"],
-                state,
-                results,
-            ),
+            *_bound("advance_searches", found, *rules, state, results),
         ]
-        program = self._runner.table(inputs, step_dims(step.inputs), regions[0], [logits])
-        parts: list[Int64Array | Sequence[Bound]] = [before, program, after]
-        if sources:
-            assert self.encoder is not None
-            dims = source_dims(step.sources)
-            parts.insert(0, self.encoder.table(sources, dims, regions[1], []))
-        counters = [step.inputs["context_lens"], step.inputs["position_ids"]]
-        counters.append(step.searches["searches"][:, 3])
-        if step.beams:
-            counters.append(step.beams["searches"][:, 2])
-        return _Part(
-            searches,
-            beams,
-            step,
-            one_table(parts),
-            len(parts[0]) if sources else 0,
-            (before, after, logits, regions),
-            counters,
-            ChosenBeams(*(each.numpy() for each in results)),
-        )
+        program = self._runner.table(inputs, step_dims(step.inputs), region, [logits])
+        return [before, program, after]
 
 
-def _arrays(step: PackedStep) -> list[npt.NDArray[Any]]:
-    """Return what the calls of a step read."""
+def _arrays(*steps: PackedStep) -> list[npt.NDArray[Any]]:
+    """Return what the calls of steps read."""
     return [
         array
+        for step in steps
         for group in (step.sources, step.inputs, step.beams, step.searches)
         for name, array in group.items()
         if name != "later"

@@ -485,7 +485,8 @@ class CudaSteps(_GraphRunner):
             if numbers is None:
                 return Chosen(token_ids)
             # the step after the next one writes there again
-            return Chosen(token_ids, choices_of(numbers.clone(), step.searches))
+            found = choices_of(numbers.clone().numpy()[None], len(step.searches["searches"]))
+            return Chosen(token_ids, found)
 
         return chosen
 

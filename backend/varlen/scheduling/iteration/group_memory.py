@@ -9,7 +9,6 @@ The beams of a search write into blocks of their own. Which of them a beam reads
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -34,9 +33,6 @@ class BlockCopies:
         self.next: dict[int, int] = {}
         self.in_flight: list[dict[int, int]] = []
         self.kept: list[int] = []
-
-    def add(self, source: int, destination: int) -> None:
-        self.next[destination] = source
 
     def assign(self, chunks: Iterable[Chunk]) -> dict[int, int]:
         """Return the copies that the step of these chunks makes.
@@ -160,7 +156,7 @@ class GroupMemory:
         if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
             return False
         group.reserved = needed - len(shared)
-        group.source_block_ids = [self._allocate(group) for _ in range(source)]
+        group.source_block_ids = self._allocate(group, source)
         first.block_ids = array("i", shared)
         first.num_computed = len(shared) * blocks.block_size
         if group.has_beams:
@@ -208,7 +204,7 @@ class GroupMemory:
             if position == len(table) * size:
                 if not group.reserved and self.blocks.available <= keep:
                     break
-                table.append(self._allocate(group))
+                table.extend(self._allocate(group, 1))
             drafted = tuple(guessed[: position - begin + 1])
             row = chunk._replace(
                 start=position, token_ids=drafted[-1:], follows=None, drafted=drafted
@@ -259,18 +255,19 @@ class GroupMemory:
         if not group.reserved and not blocks.available:
             return False
         if is_full:
-            table.append(self._allocate(group))
+            table.extend(self._allocate(group, 1))
         else:
-            source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
-            self.copies.add(source, copy)
+            is_reserved = group.reserved > 0
+            group.reserved -= is_reserved
+            source, copy = blocks.copy_on_write(table, reserved=is_reserved)
+            self.copies.next[copy] = source
         return True
 
     def _extend_beams(self, group: Group, beams: BeamBlocks) -> bool:
-        end = beams.column(group.first.num_computed).stop
-        while len(beams.blocks) < end:
-            if not group.reserved and not self.blocks.available:
-                return False
-            beams.blocks.append(self._allocate(group))
+        lacking = beams.column(group.first.num_computed).stop - len(beams.blocks)
+        if lacking > group.reserved + self.blocks.available:
+            return False
+        beams.blocks += self._allocate(group, lacking)
         return True
 
     def run_on(self, group: Group, chunk: Chunk, steps: int) -> None:
@@ -343,8 +340,7 @@ class GroupMemory:
         self.copies.release(_blocks(group))
         group.first.block_ids = array("i")
         if group.beams is not None:
-            for slot in group.beams.slots:
-                heapq.heappush(self._free_slots, slot)
+            self._free_slots += group.beams.slots
         group.source_block_ids, group.beams = [], None
         self._unreserve(group)
 
@@ -385,8 +381,7 @@ class GroupMemory:
         else:
             num_blocks = -(-end // size)
             # of those that are reserved; a sequence that generates has its block
-            while len(first.block_ids) < num_blocks:
-                first.block_ids.append(self._allocate(group))
+            first.block_ids.extend(self._allocate(group, num_blocks - len(first.block_ids)))
             token_ids = tuple(first.token_ids[begin:end])
             if end > len(first.token_ids):
                 token_ids, follows = _UNKNOWN, logit_rows[first]
@@ -424,24 +419,25 @@ class GroupMemory:
         alone = self.blocks.blocks_of(length + max_tokens - 1)
         return alone, alone - length // self.blocks.block_size if max_tokens > 1 else 0
 
-    def _allocate(self, group: Group) -> int:
-        return self.blocks.allocate(reserved=self._use_reserved(group))
+    def _allocate(self, group: Group, count: int) -> list[int]:
+        """Return blocks for a group, its reserved ones first."""
+        count = max(0, count)
+        reserved = min(count, group.reserved)
+        group.reserved -= reserved
+        return self.blocks.allocate(count, reserved=reserved)
 
     def _unreserve(self, group: Group) -> None:
         self.blocks.unreserve(group.reserved)
         group.reserved = 0
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
-        while len(self._free_slots) < count:
-            heapq.heappush(self._free_slots, self._num_slots)
+        free = self._free_slots
+        while len(free) < count:
+            free.append(self._num_slots)
             self._num_slots += 1
-        return tuple(heapq.heappop(self._free_slots) for _ in range(count))
-
-    def _use_reserved(self, group: Group) -> bool:
-        """Return whether a group has a reserved block left, and use it."""
-        is_reserved = group.reserved > 0
-        group.reserved -= is_reserved
-        return is_reserved
+        slots = tuple(free[-count:])
+        del free[-count:]
+        return slots
 
 
 def _blocks(group: Group) -> list[int]:

@@ -61,27 +61,20 @@ class RunningSlots:
 
     def have(self, group: Group) -> bool:
         others, short = self.others, self.short
-        if self.is_short(group):
+        if group.is_short:
             short += group.max_branches
         else:
             others += group.max_branches
         return others + max(0, short - self.short_count) <= self.count
 
-    @property
-    def have_short(self) -> bool:
-        return self.short < self.short_count
-
-    def take(self, group: Group) -> None:
-        self._add(group, group.max_branches)
-
     def leave(self, group: Group) -> None:
-        self._add(group, -group.max_branches)
+        self.take(group, -1)
 
-    def _add(self, group: Group, branches: int) -> None:
-        if self.is_short(group):
-            self.short += branches
+    def take(self, group: Group, times: int = 1) -> None:
+        if group.is_short:
+            self.short += times * group.max_branches
         else:
-            self.others += branches
+            self.others += times * group.max_branches
 
 
 def parts_of(running: Iterable[Group], busy: Set[Group], stages: int = 1) -> list[Part]:
@@ -181,7 +174,8 @@ class GroupQueues:
 
     def add(self, group: Group) -> None:
         self._waiting.add(group)
-        if self._slots.is_short(group):
+        group.is_short = self._slots.is_short(group)
+        if group.is_short:
             self._short.add(group)
         self.num_waiting += group.max_branches
 
@@ -265,7 +259,8 @@ class GroupQueues:
 
     def remove_waiting(self, group: Group) -> None:
         self._waiting.remove(group)
-        self._short.discard(group)
+        if group.is_short:
+            self._short.remove(group)
         self.num_waiting -= group.max_branches
 
     def remove_running(self, group: Group) -> None:
@@ -309,7 +304,7 @@ class GroupQueues:
         return bool(behind)
 
     def _start_short(self, step: StepSize) -> None:
-        while self._short and self._slots.have_short:
+        while self._short and self._slots.short < self._slots.short_count:
             group = self._short[0]
             if group.least_tokens > self._free_tokens(step) or not self._start(group):
                 break

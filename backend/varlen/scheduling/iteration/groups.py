@@ -139,6 +139,7 @@ class Group:
         is_encoded: whether these are stored; also without a source text.
         reserved: blocks that are reserved for it and not used yet.
         has_started: whether it has run before.
+        is_short: see `RunningSlots`.
         skipped: number of steps that did not run it since it last ran or started, while no step in flight ran it.
         drafter: drafts its tokens, if they were drafted before.
     """
@@ -159,6 +160,7 @@ class Group:
     is_encoded: bool = field(init=False)
     reserved: int = 0
     has_started: bool = False
+    is_short: bool = False
     skipped: int = 0
     drafter: Drafter | ModelDrafter | None = None
 

@@ -99,7 +99,7 @@ class Steps:
         packed = pack_step(step, 64, choice)
         logits = torch.from_numpy(np.array(rows, np.float32))
         numbers = self.device.advance(logits, packed.searches, tensors_of(packed.searches))
-        chosen = choices_of(numbers, packed.searches)
+        chosen = choices_of(numbers.numpy()[None], len(rules))
         beams = chosen.beams[0]
         first = 0
         for place, (number, _, sequence, search) in enumerate(live):

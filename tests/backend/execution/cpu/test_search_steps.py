@@ -11,7 +11,7 @@ from varlen.execution.cpu import runner as cpu_runner
 from varlen.execution.cpu.runner import SearchSteps, StepCores
 from varlen.in_process.generator import Generator
 from varlen.request.generation import GenerationOptions
-from varlen.scheduling.device_plan import NOT_TAKEN, ChosenBeams
+from varlen.scheduling.device_plan import NOT_TAKEN
 from varlen_kernels.cpu.calls.run_calls import has_compiled_ops, run_calls
 
 pytestmark = pytest.mark.skipif(not has_compiled_ops(), reason="numba compiles the functions")
@@ -126,7 +126,7 @@ def test_a_search_begins_and_goes_on_in_one_launch(folder, counts, policy):
 def test_parts_of_a_launch_end_together_once_its_time_is_over(monkeypatch):
     monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1000.0)
     later, nothing = np.zeros((7, 1, 2), np.float32), np.zeros(1, np.uint8)
-    launch = cpu_runner._Launch(later, None, nothing)
+    launch = cpu_runner._Launch(later, nothing, [])
     launch.began -= 600
     launch.furthest = 1
     # one that is behind, and one whose step probably ends after 900 seconds
@@ -142,40 +142,32 @@ def test_parts_of_a_launch_end_together_once_its_time_is_over(monkeypatch):
 
 def test_a_launch_takes_two_steps_after_one_in_which_a_search_has_ended(monkeypatch):
     monkeypatch.setattr("varlen.scheduling.device_plan.LAUNCH_SECONDS", 1e6)
-    whole, found = (
-        ChosenBeams(
-            np.full((*steps, 2, 2), NOT_TAKEN, np.int32),
-            np.zeros((*steps, 2, 5), np.int32),
-            np.zeros((*steps, 2), np.float32),
-        )
-        for steps in ([8], [])
-    )
+    # two searches with a beam each
+    found = np.zeros(2 * 2 + 6 * 2, np.int32)
     step = SimpleNamespace(
         searches={"divisors": np.zeros((2, 2), np.float32)},
         beams={"given": np.zeros((2, 2), np.int32)},
     )
-    table = np.zeros((1, 1), np.int64)
-    both = slice(0, 2)
-    launch = cpu_runner._Launch(np.zeros((7, 2, 2), np.float32), whole, np.zeros(1, np.uint8))
-    launch.parts.append(cpu_runner._Part(both, both, step, table, 0, None, [], found))
+    part = cpu_runner._Part(slice(0, 2), step, step, None, None, None, [], found)
+    launch = cpu_runner._Launch(np.zeros((7, 2, 2), np.float32), np.zeros(1, np.uint8), [part])
     # the first one runs on in vain
     ended = iter([(0, 0), (1, 0), (0, 0), (1, 0)])
 
     def run_step(*_):
-        found.ends[:, 0] = next(ended)
+        found[:4:2] = next(ended)
 
     monkeypatch.setattr(cpu_runner, "run_calls", run_step)
     launch.run(0, 1)
 
-    assert whole.ends[:, 0, 0].tolist() == [0, 1, *[NOT_TAKEN] * 6]
-    assert whole.ends[:, 1, 0].tolist() == [0, 0, 0, 0, *[NOT_TAKEN] * 4]
+    ends = launch.chosen().ends
+    assert ends[:, 0, 0].tolist() == [0, 1, *[NOT_TAKEN] * 6]
+    assert ends[:, 1, 0].tolist() == [0, 0, 0, 0, *[NOT_TAKEN] * 4]
 
 
 def test_a_part_ends_with_its_searches(monkeypatch):
-    found = ChosenBeams(np.ones((1, 2), np.int32), np.zeros((1, 5), np.int32), np.zeros(1))
-    whole = ChosenBeams(*(np.stack([each] * 8) for each in found))
-    launch = cpu_runner._Launch(np.zeros((7, 1, 2), np.float32), whole, np.zeros(1, np.uint8))
-    launch.parts.append(cpu_runner._Part(slice(0, 1), slice(0, 1), None, None, 0, None, [], found))
+    step = SimpleNamespace(searches={"divisors": None})
+    part = cpu_runner._Part(slice(0, 1), step, step, None, None, None, [], np.ones(8, np.int32))
+    launch = cpu_runner._Launch(np.zeros((7, 1, 2), np.float32), np.zeros(1, np.uint8), [part])
     runs = []
     monkeypatch.setattr(cpu_runner, "run_calls", lambda *_: runs.append(1))
 
