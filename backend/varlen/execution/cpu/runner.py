@@ -1,7 +1,7 @@
 """Runs a program on a CPU.
 
-A step that only searches take is one table of calls, and the next one the same table with other positions
-(docs/decisions/0132-launches-of-searches.md). Each core runs the steps of some searches where that is faster.
+A step that only searches take is one table of calls, the next one the same with other positions
+(docs/decisions/0132-launches-of-searches.md). Each core takes some searches where that is faster.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -251,7 +252,7 @@ class _Times:
     def end_trial(self, taken: float, usual: float) -> None:
         """Decide when the next trial comes, given the seconds of both choices."""
         pause = math.ceil((taken / usual - 1) / _TRIAL_COST)
-        # one that has cost nothing is followed by another one
+        # after one that has cost nothing, at once
         self.left = min(max(1, pause), _LONGEST_PAUSE)
 
 
@@ -259,8 +260,7 @@ class StepCores:
     """Chooses the cores of steps: one or all, whichever is faster.
 
     Not for two threads at once. A step of a small model, or one whose cores are two threads of one real core, is faster
-    on one. Most of each size run on the faster choice, and few on the other one.
-    docs/decisions/0060-steps-on-cpus-with-bf16.md has measurements.
+    on one (docs/decisions/0060-steps-on-cpus-with-bf16.md). Few of each size run on the slower choice.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -552,7 +552,8 @@ class SearchSteps:
             same = *bound, of_part.data_ptr(), *addresses, *fixed, *shapes
             kept = self._kept.pop(same, None)
             if kept is None:
-                kept = self._part(*both, own, of_part, slice(*bound))
+                # no views: rows of a later launch may be in another order
+                kept = self._part(*deepcopy(both), own, of_part, slice(*bound))
             else:
                 kept.take(*both)
             # used last
@@ -615,7 +616,7 @@ class SearchSteps:
         found: BeamCandidates,
         results: SearchResults,
     ) -> list[Int64Array | Sequence[Bound]]:
-        """Return calls behind sources."""
+        """Return the calls of a step after its sources."""
         inputs, of_beams, own = map(tensors_of, (step.inputs, step.beams, step.searches))
         rows, state = len(step.searches["rows"]), self._state
         logits, found = logits[:rows], BeamCandidates(*(each[:rows] for each in found))

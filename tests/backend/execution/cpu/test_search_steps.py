@@ -1,6 +1,7 @@
 """Steps of searches without the host between them choose what steps op by op choose."""
 
 import random
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +122,42 @@ def test_a_search_begins_and_goes_on_in_one_launch(folder, counts, policy):
         generator.generate([[5, 6, 7]], max_tokens=20, num_beams=4)
 
     assert counts[0][0] > 1
+
+
+def test_a_kept_part_takes_all_numbers_of_another_launch(folder, monkeypatch):
+    run, make, parts, others = SearchSteps.run, SearchSteps._part, [], []
+    options = GenerationOptions(max_tokens=20, min_tokens=10, num_beams=4)
+
+    def beside_another(self, step, logits):
+        # it comes while the first launch runs, so the next one goes on and begins
+        if not others:
+            others.append(generator.submit([8, 9], options))
+        return run(self, step, logits)
+
+    def noted(self, *arguments):
+        parts.append(make(self, *arguments))
+        return parts[-1]
+
+    monkeypatch.setattr(SearchSteps, "run", beside_another)
+    monkeypatch.setattr(SearchSteps, "_part", noted)
+    monkeypatch.setattr(StepCores, "run", lambda _, step, *__: step(1))
+    generator = Generator.from_pretrained(
+        folder, device="cpu", dtype="fp32", max_sequence_tokens=40
+    )
+    with generator:
+        generator.submit([5, 6, 7], options).result(60)
+        others[0].result(60)
+    part = next(each for each in parts if each.first is not each.step and each.first.beams)
+
+    # searches in another order have arrays of the same shapes, and other rows in the first step
+    given = deepcopy((part.first, part.step))
+    numbers = cpu_runner._arrays(*given)
+    for number, array in enumerate(numbers):
+        array[...] = number
+    part.take(*given)
+
+    for own, wanted in zip(cpu_runner._arrays(part.first, part.step), numbers, strict=True):
+        assert (own == wanted).all()
 
 
 def test_parts_of_a_launch_end_together_once_its_time_is_over(monkeypatch):
