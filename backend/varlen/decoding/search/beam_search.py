@@ -342,7 +342,7 @@ _Scores = npt.NDArray[np.float64]
 
 
 def edited(logprobs: Float32Array, edits: TokenEdits | None) -> _Scores:
-    """Return log probabilities with their edits, fp64."""
+    """Return log probabilities with their edits, `[rows, vocabulary]` fp64."""
     scores = logprobs.astype(np.float64)
     if edits is not None:
         is_banned = np.isinf(edits.factors)
@@ -398,8 +398,8 @@ def normalized(scores: _Scores) -> _Scores:
 def draw(scores: _Scores, uniform: npt.NDArray[np.float64], count: int) -> list[Candidate]:
     """Return distinct entries, in the order in which they are drawn.
 
-    Each is drawn from those that are left, by the exponential of its score: the entries with the largest sums of score
-    and Gumbel noise are such draws (Vieira 2014, "Gumbel-max trick and weighted reservoir sampling").
+    Each is drawn from those that are left, in proportion to the exponential of its score: the entries with the largest
+    sums of score and Gumbel noise are such draws (Vieira 2014, "Gumbel-max trick and weighted reservoir sampling").
 
     Args:
         scores: `[rows, vocabulary]` fp64.

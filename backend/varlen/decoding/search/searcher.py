@@ -52,7 +52,7 @@ class _Part:
 
 
 class Searcher:
-    """Searches for answers of one model."""
+    """Searches for answers."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ def log_of_rest(
 
 
 def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row: int) -> float:
-    """Return `log_of_rest` of one row from all its logits."""
+    """Return `log_of_rest` of one row from all its logits, `[vocabulary]`."""
     is_own = edits.rows == row
     tokens, factors = torch.from_numpy(edits.tokens[is_own]).long(), edits.factors[is_own]
     whole = logits.cpu().double()
@@ -283,7 +283,7 @@ def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row
 
 
 def _joined(edits: Sequence[TokenEdits | None], sizes: Sequence[int]) -> TokenEdits | None:
-    """Return all edits; None without any."""
+    """Return the edits of all searches; None without any."""
     begins = accumulate(sizes, initial=0)
     found = [(begin, each) for begin, each in zip(begins, edits, strict=False) if each is not None]
     if not found:

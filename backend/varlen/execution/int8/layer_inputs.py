@@ -432,7 +432,7 @@ class _Steps:
         ]
 
     def logits(self, chunks: Sequence[Chunk], every: int = 1) -> Tensor:
-        """Return logits of a step."""
+        """Return the logits of one token in `every`, `[rows, vocabulary]`."""
         sources = source_arrays(chunks, _BLOCK_TOKENS)
         for encoder in self._encoders if sources else ():
             encoder.run(sources, source_dims(sources), [])
